@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from torch import nn
 
@@ -11,10 +12,13 @@ __all__: list[str] = []
 
 _PACKAGE = __name__.removesuffix("messages")
 _issued: dict[str, object] = {}  # the texts of `warn_once`
+_collected: ContextVar[dict[str, None] | None] = ContextVar("sync_batchnorm_collected_warnings", default=None)
 
 
 def warn(text: str) -> None:
     """Issue a `UserWarning` that names the first line outside this library and torch."""
+    if _collected.get() is not None:
+        return
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith((_PACKAGE, "torch.")):
         frame, level = frame.f_back, level + 1
@@ -23,24 +27,25 @@ def warn(text: str) -> None:
 
 def warn_once(text: str) -> None:
     """Issue a `UserWarning` once in this process, even if several threads do so at once."""
-    mine = object()
-    if _issued.setdefault(text, mine) is mine:
+    mine, collected = object(), _collected.get()
+    if collected is not None:
+        collected[text] = None
+    elif _issued.setdefault(text, mine) is mine:
         warn(text)
 
 
 @contextmanager
-def silence() -> Iterator[list[str]]:
-    """Let nobody warn in this context; yield a list that gets, at the end, what `warn_once` would have said in it."""
-    issued, texts = dict(_issued), list[str]()
-    _issued.clear()
+def collected_warnings() -> Iterator[dict[str, None]]:
+    """Collect the texts of `warn_once` in this context, in place of warnings; `warn` is silent.
+
+    Replicas run in copies of the context of their caller, so their texts are collected too. Other threads still warn.
+    """
+    texts: dict[str, None] = {}
+    token = _collected.set(texts)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield texts
+        yield texts
     finally:
-        texts += _issued
-        _issued.clear()
-        _issued.update(issued)
+        _collected.reset(token)
 
 
 def check_number(argument: str, number: object) -> None:

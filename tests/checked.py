@@ -71,10 +71,23 @@ def wrapped(module, **options):
     return DataParallelWithCallback(module, ["cpu"] * 2, **options)
 
 
+# Warnings of torch about what forward() does in training, too.
+WARNINGS_OF_TORCH = ("Calling .zero_grad", "The .grad attribute", "Full backward hook is firing")
+
+
 def assert_names(texts, model, *inputs, **options):
     """Check that the check fails, and says these texts, with "..." for any text and "$" for the end; return all."""
-    with pytest.raises(AssertionError) as caught:
-        assert_matches_one_device(model, *inputs, **options)
+    with warnings.catch_warnings():
+        for warning in WARNINGS_OF_TORCH:
+            warnings.filterwarnings("ignore", warning)
+        with pytest.raises(AssertionError) as caught:
+            assert_matches_one_device(model, *inputs, **options)
     for text in texts:
         caught.match(re.escape(text).replace(r"\.\.\.", ".*").replace(r"\$", "$"))
+    check_length(caught.value)
     return str(caught.value)
+
+
+def check_length(error):
+    """Check that a message of the check has at most 60 words."""
+    assert len(str(error).split()) <= 60, f"{len(str(error).split())} words: {error}"

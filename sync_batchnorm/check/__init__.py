@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ..meeting import add_note
-from ..messages import check_module, check_number, silence, warn, warn_once
-from .comparing import agree, gap, largest
-from .explaining import Investigation, text_of_failure
+from ..messages import check_module, check_number, collected_warnings, warn
+from .comparing import agree, gap, largest, numbers_of
+from .explaining import Investigation, text_of_failure, text_of_hooks
 from .passes import ROUNDING, Difference, FailsInReplicas, Key, Loss, Pass, Passes, Side, differences, pairs_of, scalars
 
 __all__ = ["assert_matches_one_device"]
@@ -25,6 +25,12 @@ _PASSES = 3  # State that is lost in the first shows in the second, that of a sc
 # How many times what rounding moves is still rounding, since it differs from run to run. Parameters that move by 1e-12
 # move what is no rounding by some 1e-12 as well: a hundred times that is far below the tolerance.
 _MARGIN = 100
+
+# The call that takes the CPU, by what a function of torch says that does not, and that the user calls in its place.
+_REFUSED_BY_TORCH = {
+    "Gather function not implemented for CPU": "gather(outputs, output_device)",
+    "Expected a non cpu device": "scatter(inputs, kwargs, device_ids)",
+}
 
 Pair = tuple[Pass, Pass]  # a pass on one device, and the same one in replicas
 
@@ -64,13 +70,12 @@ def assert_matches_one_device(
         AssertionError: if they differ; it names the first module whose inputs agree and whose output does not, or
             what else differs, by how much, where, and the cause, if an experiment tells it. Also if only replicas
             raise an error; what the copy on one device raises gets a note.
-        TypeError, ValueError: for bad arguments, a `loss` that is no scalar or has no gradient, and a batch of fewer
-            than two chunks.
+        TypeError, ValueError: for bad arguments, a model with several wrappers, a `loss` that is no scalar or has no
+            gradient, a batch of fewer than two chunks, and, without a `loss`, an output whose tensors cannot be seen.
         RuntimeError: if the model cannot be copied, or `torch.distributed` joins this process with others.
 
     Warns:
-        UserWarning: if all agrees, but all chunks are equal and each replica returns a scalar; and what the wrapper
-            has warned of, as state that the model loses: an error gets it as a note.
+        UserWarning: if all agrees, but all chunks are equal and each replica returns the mean of its chunk.
     """
     check_module(model)
     check_number("replicas", replicas)
@@ -81,15 +86,15 @@ def assert_matches_one_device(
     # Outside of inference mode, gradients are enabled.
     with _random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         try:
-            with silence() as warned:
-                _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, path, replicas, loss, dtype))
+            with collected_warnings() as warned, _steps_of_torch_named():
+                doubt = _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, path, replicas, loss, dtype))
         except (AssertionError, FailsInReplicas) as failure:
             error = AssertionError(text_of_failure(*failure.args)) if isinstance(failure, FailsInReplicas) else failure
             for text in warned:
                 add_note(error, f"The wrapper has warned: {text}.")
             raise error from failure.__cause__
-    for text in warned:
-        warn(f"replicas compute what one device does, but: {text}")
+    if doubt:
+        warn(doubt)
 
 
 @contextmanager
@@ -103,30 +108,39 @@ def _random_states_kept() -> Iterator[None]:
 
 
 def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
-    """Return the wrapper that a model is, or the only one that it contains, and its name.
+    """Return the name of the wrapper that a model is or contains, and the wrapper; raise an error for several ones.
 
-    With several ones in it, replicas of the whole model are compared, in which each of them runs its module.
+    A wrapper in another one makes no replicas.
     """
     wrappers = {name: module for name, module in model.named_modules() if isinstance(module, nn.DataParallel)}
-    return next(iter(wrappers.items())) if "" in wrappers or len(wrappers) == 1 else ("", None)
+    inside = {id(module) for wrapper in wrappers.values() for module in wrapper.module.modules()}
+    outermost = {name: wrapper for name, wrapper in wrappers.items() if id(wrapper) not in inside}
+    if len(outermost) > 1:
+        name = next(iter(outermost))
+        raise ValueError(
+            f"expected a model with one wrapper, but got {', '.join(outermost)} in a {type(model).__name__}; check "
+            f"each alone, as in assert_matches_one_device(model.{name}, ...) with the inputs of that wrapper"
+        )
+    return next(iter(outermost.items()), ("", None))
 
 
-def _compare(passes: Passes) -> None:
-    """Raise an error for the first difference beyond rounding; warn of equal chunks if they may hide one."""
-    one, many = None, None
+def _compare(passes: Passes) -> str:
+    """Raise an error for the first difference beyond rounding; return what equal chunks may hide, or nothing."""
+    one, many, doubt = None, None, ""
     for index in range(_PASSES):
         one = one or Side(passes, True, index)
         of_one = _on_one_device(passes, one, index)
         many = many or Side(passes, False, index)  # not before, to hold less at a time
         of_many = many.take(index)
+        _refuse_unseen(passes, of_many)
+        doubt = doubt or _hidden_by_equal_chunks(passes, of_one, of_many)
         if difference := next(differences(of_one, of_many), None):
             one = many = None
             difference = _beyond_rounding(passes, index, (of_one, of_many))
-        else:
-            _warn_of_equal_chunks(passes, of_one, of_many)
         del of_one, of_many
         if difference:
             raise AssertionError(Investigation(passes, index, difference).text())
+    return doubt
 
 
 def _on_one_device(passes: Passes, one: Side, index: int) -> Pass:
@@ -136,20 +150,43 @@ def _on_one_device(passes: Passes, one: Side, index: int) -> Pass:
     except Exception as error:
         where = f"This is from a copy of the model on one device: on the CPU, in {str(passes.dtype)[6:]}"
         add_note(error, f"{where}; for operators without float64, pass dtype=torch.float32.")
-        if "Gather function not implemented for CPU" in str(error):  # an AssertionError of torch
-            text = "your gather calls that of torch, which takes no tensors of the CPU"
-            raise RuntimeError(f"{text}; call super().gather(outputs, output_device)") from error
+        if hooks := text_of_hooks(one.module, passes.model):
+            add_note(error, hooks)
         raise
 
 
-def _warn_of_equal_chunks(passes: Passes, one: Pass, many: Pass) -> None:
-    are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
-    if len({len(rows.here) for rows in passes.rows}) == 1 and are_means:
-        warn_once(
-            f"all chunks have {len(passes.rows[0].here)} rows, so that the mean of a chunk that each replica returns "
-            f"cannot be told from the mean of the batch; pass {2 * passes.replicas - 1} samples, unless those of your "
-            "training make equal chunks"
+@contextmanager
+def _steps_of_torch_named() -> Iterator[None]:
+    """Name the method of the user's wrapper that calls a function of torch which takes no CPU."""
+    try:
+        yield
+    except Exception as error:
+        for text, step in _REFUSED_BY_TORCH.items():
+            if text in str(error):
+                what = f"your {step.partition('(')[0]} calls that of torch, which takes no tensors of the CPU"
+                raise RuntimeError(f"{what}; call super().{step}") from error
+        raise
+
+
+def _refuse_unseen(passes: Passes, many: Pass) -> None:
+    """Raise an error if there is no `loss`, and an output whose tensors nobody can see."""
+    for path, kind in many["unseen"].items() if passes.loss is None else ():
+        raise TypeError(
+            f"expected outputs to compare, but got {path} of class {kind}, in which no tensors can be seen; return "
+            "tensors, in a tuple, list, dict or dataclass, or pass a `loss` that takes them from it"
         )
+
+
+def _hidden_by_equal_chunks(passes: Passes, one: Pass, many: Pass) -> str:
+    """Return what equal chunks may hide: the means of chunks that differ, and whose mean is that of the batch."""
+    are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
+    if len({len(rows.here) for rows in passes.rows}) > 1 or not are_means:
+        return ""
+    return (
+        f"all chunks have {len(passes.rows[0].here)} rows, so that the mean of a chunk that each replica returns "
+        f"cannot be told from the mean of the batch; pass {2 * passes.replicas - 1} samples, unless those of your "
+        "training make equal chunks"
+    )
 
 
 def _beyond_rounding(passes: Passes, index: int, pair: Pair) -> Difference | None:
@@ -171,7 +208,7 @@ def _moved(passes: Passes, index: int, pair: Pair, noise: float) -> dict[Key, fl
     for is_one, before in zip((True, False), pair, strict=True):
         for key, now, then in pairs_of(Side(passes, is_one, index, noise).take(index), before):
             if now.shape == then.shape:
-                moves[key] = max(_MARGIN * largest(now.double() - then.double()), moves.get(key, 0.0))
+                moves[key] = max(_MARGIN * largest(numbers_of(now) - numbers_of(then)), moves.get(key, 0.0))
     return moves
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..trees import children_of, leaves_of, named_leaves, with_leaves
+from ..trees import children_of, leaves_of, named_leaves, tensors_in, with_leaves
 from .copies import Call, InDouble, Rows
 
 __all__: list[str] = []
@@ -50,11 +50,15 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
     return relative if relative > tolerance else 0.0
 
 
-def much(by: float) -> str:
-    """Return how much a gap is, in words."""
+def much(by: float, actual: Tensor, expected: Tensor) -> str:
+    """Return how much the gap between two tensors is, in words."""
     if by == math.inf:
         return "in its shape"
-    return "as only one of them is finite" if by >= NOT_FINITE else f"by {by:.1e} of its largest value"
+    if by >= NOT_FINITE:
+        return "as only one of them is finite"
+    if by < 10:
+        return f"by {by:.2g} of its largest value"
+    return f"by values up to {largest(actual):.2g} in place of {largest(expected):.2g}"  # which may be zero
 
 
 def largest(*tensors: Tensor) -> float:
@@ -87,12 +91,18 @@ def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int] | N
 
 def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int], has_blocks: bool) -> Tensor:
     """Return the wanted samples of `whole`; `chunk` shows, by those of `rows`, which dimensions have samples."""
-    for dim, (size, whole_size) in enumerate(zip(chunk.shape, whole.shape, strict=False)):
-        if size * rows.total == len(rows.here) * whole_size and whole_size and whole_size % rows.total == 0:
-            shape = (-1, rows.total) if has_blocks else (rows.total, -1)
-            index = torch.arange(whole_size).reshape(shape).index_select(int(has_blocks), torch.tensor(wanted))
-            whole = whole.index_select(dim, index.flatten())  # In a similarity matrix, two dimensions are samples.
+    for dim in dims_of_samples(whole, chunk, rows):
+        shape = (-1, rows.total) if has_blocks else (rows.total, -1)
+        index = torch.arange(whole.shape[dim]).reshape(shape).index_select(int(has_blocks), torch.tensor(wanted))
+        whole = whole.index_select(dim, index.flatten())
     return whole
+
+
+def dims_of_samples(whole: Tensor, chunk: Tensor, rows: Rows) -> list[int]:
+    """Return the dimensions whose sizes are in proportion to those of `rows`, in a similarity matrix two."""
+    here, total = len(rows.here), rows.total
+    sizes = enumerate(zip(chunk.shape, whole.shape, strict=False))
+    return [dim for dim, (size, of_all) in sizes if size * total == here * of_all and of_all and of_all % total == 0]
 
 
 def leaves_by_path(actual: Any, expected: Any, rows: Rows) -> Iterator[tuple[Any, Any]]:
@@ -130,7 +140,7 @@ def _leaves_agree(actual: Any, expected: Any, rows: Rows) -> bool:
     return not isinstance(actual, SCALARS) or bool(actual == expected)
 
 
-def _mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+def mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     """Return a tree with what a function returns for each tensor."""
     return with_leaves(tree, iter([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(tree)]))
 
@@ -145,10 +155,10 @@ class OneDevice(InDouble):
         self._copies: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
     def begin(self, call: Call, arguments: Any) -> None:
-        call.arguments = _mapped(arguments, self._copy)
+        call.arguments = mapped(arguments, self._copy)
 
     def end(self, call: Call, output: Any) -> None:
-        call.output = _mapped(output, self._copy)
+        call.output = mapped(output, self._copy)
         self.calls[call.key] = call
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -165,21 +175,23 @@ class Compared(InDouble):
     def __init__(self, one: OneDevice, number: int, rows: Sequence[Rows], model: nn.Module) -> None:
         super().__init__(one.dtype)
         self._one, self._number, self._rows, self._model = one, number, rows, model  # the copy that has replicas
+        self.gets_other: Call | None = None  # the first call that does not get what it gets on one device
 
     def begin(self, call: Call, arguments: Any) -> None:
         on_one = self._one.calls.get(call.key)
         call.agrees = on_one is not None and agree(arguments, on_one.arguments, self._rows[self._number])
         # In containers of its own, without a graph.
-        call.arguments = _mapped(arguments, Tensor.detach) if call.agrees else None
+        call.arguments = mapped(arguments, Tensor.detach) if call.agrees else None
+        self.gets_other = self.gets_other or (None if call.agrees else call)
 
     def end(self, call: Call, output: Any) -> None:
         on_one = self._one.calls.get(call.key)
         if on_one is None:
             return
         names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
-        for actual, right in _compared(output, on_one.output, self._rows[self._number]):
+        for actual, right in compared(output, on_one.output, self._rows[self._number]):
             if (by := gap(actual, right)) > call.gap:
-                call.gap, call.part = by, names[id(actual)]
+                call.gap, call.part, call.how = by, names[id(actual)], much(by, actual, right)
         call.module, call.number, call.arguments = None, self._number, call.arguments if call.gap else None
         on_one.in_replicas.append(call)
         if len(on_one.in_replicas) == len(self._rows) and not suspects_in(on_one, self._model):
@@ -194,9 +206,25 @@ class Corrected(InDouble):
         self._on_one, self._rows = on_one, rows
 
     def end(self, call: Call, output: Any) -> Any:
-        pairs = _compared(output, self._on_one.output, self._rows) if call.key == self._on_one.key else ()
-        right = {id(actual): _corrected(actual, right) for actual, right in pairs if gap(actual, right)}
-        return _mapped(output, lambda actual: right.get(id(actual), actual)) if right else None
+        pairs = compared(output, self._on_one.output, self._rows) if call.key == self._on_one.key else ()
+        right = {id(actual): corrected(actual, right) for actual, right in pairs if gap(actual, right)}
+        return mapped(output, lambda actual: right.get(id(actual), actual)) if right else None
+
+
+class OtherSamples(OneDevice):
+    """Gives a call on one device another sample in place of each that the replica of a suspect does not have."""
+
+    def __init__(self, dtype: torch.dtype, on_one: Call, suspect: Call, rows: Rows) -> None:
+        super().__init__(dtype)
+        self._on_one, self._suspect, self._rows = on_one, suspect, rows
+
+    def begin(self, call: Call, arguments: Any) -> Any:
+        super().begin(call, arguments)
+        if call.key != self._on_one.key:
+            return None
+        here, chunks = self._rows.here, iter(tensors_in(self._suspect.arguments))
+        others = [row if row in here else here.start for row in range(self._rows.total)]
+        return mapped(arguments, lambda whole: chunk_of(whole, next(chunks), self._rows, others))
 
 
 def suspects_in(call: Call, model: nn.Module) -> list[Call]:
@@ -212,19 +240,23 @@ def suspects_in(call: Call, model: nn.Module) -> list[Call]:
     return sorted([other for other in call.in_replicas if other.agrees and other.gap], key=lambda other: other.number)
 
 
-def _compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
+def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each tensor of an output, and what its rows are on one device; not numbers and selections."""
     with suppress(LookupError):
         for actual, whole in list(leaves_by_path(output, on_one, rows)):
             if not isinstance(actual, Tensor) or not isinstance(whole, Tensor) or whole.numel() == 1:
                 continue  # The loss of a replica is no chunk.
             right = chunk_of(whole, actual, rows)
-            # What has as many rows as its values say, as x[x > 0], says nothing; what is padded does.
-            if actual.shape == right.shape or (actual.dim() == right.dim() > 1 and len(actual) == len(right)):
+            if fits(actual, right):
                 yield actual, right
 
 
-def _corrected(actual: Tensor, right: Tensor) -> Tensor:
+def fits(actual: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors can be compared: a padded one can, one with as many rows as values say cannot."""
+    return actual.shape == right.shape or (actual.dim() == right.dim() > 1 and len(actual) == len(right))
+
+
+def corrected(actual: Tensor, right: Tensor) -> Tensor:
     """Return the right output, with the gradient of the one that it replaces."""
     corrected = right.clone()
     if actual.requires_grad and bool(actual.isfinite().all()):  # Its shape differs where it is padded.

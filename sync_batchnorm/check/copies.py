@@ -58,6 +58,7 @@ class Call:
     number: int = 0  # of the replica
     agrees: bool = False  # whether it gets in its replica what it gets on one device
     gap: float = 0.0  # of what it returns there
+    how: str = ""  # the gap in words
     part: str = "output"  # which of its outputs that is
 
 
@@ -105,9 +106,9 @@ class InDouble(TorchFunctionMode):
         if not output:
             call = Call(module, (name, self.begun[name]))
             self.begun[name] += 1
-            self.begin(call, (args, kwargs))
+            other_arguments = self.begin(call, (args, kwargs))
             self._running.append(call)
-            return None
+            return other_arguments
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and (self.failed is None or self.failed[1] is not error):
             self.failed = self._running[-1], error
@@ -118,8 +119,8 @@ class InDouble(TorchFunctionMode):
                 return self.end(call, *output)
         return None
 
-    def begin(self, call: Call, arguments: Any) -> None:
-        """Take note that a call begins."""
+    def begin(self, call: Call, arguments: Any) -> Any:
+        """Take note that a call begins; return other arguments, if it shall get some."""
 
     def end(self, call: Call, output: Any) -> Any:
         """Take note that a call ends; return another output, if it shall have one."""
@@ -165,8 +166,10 @@ class Copy:
                 self.module._apply(_Copying(dtype).converted)  # Module.to(dtype) would make complex numbers real.
             self._take_over_attributes(model)
         except Exception as error:
-            text = f"{type(model).__name__} cannot be copied to the CPU in {dtype}: {error}; keep a lock or an iterator"
-            raise RuntimeError(f"{text} outside of the model, or write a __deepcopy__ for its class") from error
+            is_lock = "pickle" in str(error)
+            remedy = "; keep a lock or an iterator outside of the model, or write a __deepcopy__ for its class"
+            text = f"{type(model).__name__} cannot be copied to the CPU in {dtype}: "
+            raise RuntimeError(f"{text}{shortened(error, 30 if is_lock else 45)}{remedy if is_lock else ''}") from error
         copies = dict(zip(map(id, model.modules()), self.module.modules(), strict=True))
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)
@@ -234,6 +237,12 @@ def _numbers_like(parameter: Tensor, name: str) -> Tensor:
     generator, size = torch.Generator().manual_seed(zlib.crc32(name.encode())), parameter.numel()
     numbers = torch.randn(min(size, 1021), generator=generator, dtype=torch.float64)
     return numbers.to(parameter.dtype).repeat(size // len(numbers) + 1)[:size].reshape(parameter.shape)
+
+
+def shortened(error: Exception, most: int) -> str:
+    """Return the first words of an error's text."""
+    words = str(error).split()
+    return " ".join(words[:most]) + (" ..." if len(words) > most else "")
 
 
 def closure_of(function: Any) -> list[Any]:

@@ -1,11 +1,9 @@
-"""Where a difference begins, and why: by experiments, or by what is exact.
-
-A pass is recorded, and run once more with one thing as it is on one device; a call is made again with other rows.
-"""
+"""Where a difference begins, and why: by what is exact, or by passes with one thing as it is on one device."""
 
 import inspect
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet, Sequence, Set
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,30 +12,40 @@ from torch import Tensor, nn
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..meeting import ReplicaSyncError
 from ..torch_private import HOOKS, BatchNormBase
-from ..trees import built, children_of, holds_tensors, tensors_in
-from ..wrapper.hooks import hooks_of
-from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, gap, much, numbers_of, suspects_in
-from .copies import Call, InDouble, Rows, copied, seed
+from ..trees import children_of, is_list, tensors_in
+from .comparing import (
+    SCALARS,
+    Compared,
+    Corrected,
+    OneDevice,
+    OtherSamples,
+    agree,
+    compared,
+    gap,
+    numbers_of,
+    suspects_in,
+)
+from .copies import Call, InDouble, closure_of, copied, shortened
+from .operations import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
 from .passes import IN_FORWARD, IN_PLACE, Difference, FailsInReplicas, Passes, Side, differences, scalars
 
 __all__: list[str] = []
 
 _MOST = 5  # suspects and attributes that are corrected, one in a pass. Arbitrary.
+MOST_WORDS = 60  # of a message
 _OF_MODULES = {*vars(nn.Module()), "eps_mode"}
 
-RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
-CHANGES = "it returns something else each time for these rows: look for state, a generator of its own, or the time"
-_SAMPLE = "what it returns for a sample depends on"
-SAMPLES = f"{_SAMPLE} other samples of the batch, as with x.mean(0), x.std(), x[0] or padding to the longest sample"
-PLACE = f"{_SAMPLE} its place in the batch or the number of samples, as with arange(len(x)) or a seed of its own"
-STATE = "it returns the same for these rows when it is called again on one device: look for a cache, what it keeps, and"
-STATE += " what it reads elsewhere"
-_LIST = "; each replica gets a whole list or tensor of as many items as the batch has samples: if one for each, name it"
-_LIST += ', as in DataParallelWithCallback(model, in_dims={"names": 0})'
-_NO_SAMPLES = ", unless in_dims should name an argument whose rows are no samples"
-_FORMULA = 'for another formula than F.batch_norm, use sync_moments, see "Norms of your own" on the page "Extending"'
+SAMPLES = "what it returns for a sample depends on other samples of the batch"
+_LIST = "each replica gets a whole list or tensor as long as the batch: if it lists samples, name it: "
+_LIST += 'in_dims={"names": 0}'
+_NO_SAMPLES = "unless in_dims should name an argument whose rows are no samples"
+_FORMULA = 'for another formula than F.batch_norm, use sync_moments, see "Norms of your own"'
 _GRADIENT = "it calls torch.autograd.grad, which in a replica sees only its chunk; compute it outside the forward pass"
+_AS_OFTEN = "; call it as often in each replica, or, if once for each sample, once for all rows or with group_size 1"
 _BY_SAMPLE = "; if once for each sample, call it once for all rows, or set its group_size to 1"
+_DIVIDES = ", or, if it divides sums, return these, and divide outside"
+_PADS = "; or pad the entries of the list to one size outside, if forward() pads them to the largest of its chunk"
+_IN_REPLICAS = 'see "In the replicas, with balanced memory"'
 _PLAIN_NORM = "it calls F.batch_norm, or a batch norm that is no submodule; make it an attribute, and convert the model"
 
 
@@ -52,28 +60,46 @@ class Investigation:
         self._of_one = self._one.take(index, difference.kind, [self._record])
         modes = [Compared(self._record, i, passes.rows, self._many.module) for i in range(len(passes.rows))]
         self._of_many = self._many.take(index, difference.kind, modes)
+        others = [mode.gets_other for mode in modes if mode.gets_other and mode.gets_other.key[0] != passes.name]
+        self._gets_other = _name_of_call(others[0], self._many.module) if others else ""
+        self._hooks = text_of_hooks(self._one.module, passes.model)
         self._calls = _text_of_calls(self._many.module, self._record.begun, modes, _BY_SAMPLE)
 
     def text(self) -> str:
         """Return what differs, where and why."""
-        kind, overridden = self._difference.kind, self._many.parallel.overridden
-        evidence, state = self._evidence(), self._state()
-        text = evidence or self._difference.text
-        where = self._where(state) if evidence or kind != "loss" else ""  # If `loss` itself differs, all outputs agree.
+        kind, name = self._difference[:2]
+        what, *evidence = self._evidence() or [self._difference.text]
+        if self._hooks and name is None:  # On one device, the model may return other shapes.
+            what = "outputs differ"
+        # If `loss` itself differs, all outputs agree, unless they cannot be seen.
+        is_inside = evidence or kind != "loss" or self._of_one["unseen"]
+        where, cause = self._where(self._state()) if is_inside else ("", "")
         if where:
-            text = where if kind in IN_FORWARD else f"{where}. For the caller, {text}"
+            first, *causes = (
+                [where, *cause.split("; ")] if self._hooks else f"{where}{cause and ': '}{cause}".split("; ")
+            )
+            seen = f"for the caller, the {kind} {'of ' * (kind == 'gradient')}{name} differs"
+            texts = [what if name is None else "", first, self._hooks, *causes, "" if kind in IN_FORWARD else seen]
         else:
-            note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
-            note, why = note if overridden and kind in IN_FORWARD else "", "" if evidence else self._why()
-            text = "; ".join(filter(None, [text, self._rows(), note, why, state or self._calls]))
-        in_pass = f"in pass {self._index + 1}, while the passes before agree: " if self._index else ""
+            texts = self._of_caller(what, evidence)
         dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
-        dropped = f" (compared with dropout switched off: {dropped})" if dropped and RANDOM not in text else ""
-        return f"{in_pass}{text}{text_of_hooks(self._one.module)}{dropped}"
+        texts += [f"compared with dropout switched off: {dropped}"] if dropped and RANDOM not in cause else []
+        in_pass = f"in pass {self._index + 1}: " if self._index else ""
+        return in_pass + joined(*texts, most=MOST_WORDS - len(in_pass.split()))
+
+    def _of_caller(self, what: str, evidence: Sequence[str]) -> list[str]:
+        """Return what is known where no module is found."""
+        kind, overridden = self._difference.kind, self._many.parallel.overridden
+        note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
+        why = "" if evidence or (self._hooks and self._difference.name is None) else self._why()
+        line = "" if why else self._line_of_gradient()
+        what += "" if why or line or self._hooks else self._difference.look
+        note = note if overridden and kind in IN_FORWARD else ""
+        return [what, self._hooks, line, *evidence, self._rows(), note, why, self._state() or self._calls]
 
     def _why(self) -> str:
         """Return the cause of what differs for the caller, where that is certain."""
-        kind, name, _, why = self._difference
+        kind, name, why = self._difference.kind, self._difference.name, self._difference.why
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
         # What a layer that synchronizes writes is of the whole batch; a list of outputs is another one on one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
@@ -95,7 +121,7 @@ class Investigation:
         differs = f"{', '.join(self._lost)} differs from one device" if self._lost else ""
         why = f"what forward() sets on self ends with the replica, so {differs}; change a buffer in place instead, or"
         # A hook may have set it, on the model.
-        return differs if not differs or text_of_hooks(self._one.module) else f"{why} set it outside the forward pass"
+        return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[InDouble]) -> bool:
         """Return whether the caller sees something else in replicas with these modes."""
@@ -105,60 +131,115 @@ class Investigation:
             return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
         return False
 
-    def _evidence(self) -> str:
+    def _evidence(self) -> list[str]:
         """Return what is known of numbers that replicas return; of the model as it is, if the loss differs there."""
         kind, name = self._difference[:2]
         is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
         if kind not in ("loss", "gradient") and not is_number:
-            return ""
+            return []
         one, many = (Side(self._passes, is_one, is_moved=False).take(0, "loss") for is_one in (True, False))
         if self._index or not any(other.kind in IN_FORWARD for other in differences(one, many)):
             one, many = self._of_one, self._of_many
         pairs = sorted(scalars(one, many), key=lambda pair: agree(pair[0].mean(), pair[1]))
         if not pairs:
-            return ""
-        text = _related(*pairs[0], [len(rows.here) for rows in self._passes.rows])
-        return f"{self._difference.text}; {text}" if kind == "gradient" else f"the loss differs: {text}"
+            return []
+        divides_outside = self._passes.loss is not None and len(pairs) > 1
+        remedy = f"compute it from the gathered output{'' if divides_outside or self._passes.pads else _DIVIDES}"
+        if kind == "gradient":
+            return [self._difference.text, f"if replicas return the loss, {remedy}"]
+        before = _PADS if self._passes.pads else f", {_IN_REPLICAS}; or something before it mixes samples"
+        gets = f": what {self._gets_other} gets differs, too" if self._gets_other else ""
+        return _related(*pairs[0], [len(rows.here) for rows in self._passes.rows], f"{remedy}{before}{gets}")
 
     # NOTE [tried for gradients]: by hooks on tensors, the last call of the backward pass whose output gets the right
     # gradient and whose input does not. In 7 of 11 planted faults that was the module at fault, in 2 the one behind it:
     # a hook of the user's runs first, and what a replica computes under no_grad has no gradient to compare.
-    def _where(self, state: str) -> str:
+    def _where(self, state: str) -> tuple[str, str]:
         """Return the first call that gets what it gets on one device, returns something else, and matters; and why."""
-        one, model, passes = self._one.module, self._many.module, self._passes
+        model, passes = self._many.module, self._passes
         for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
             if self._changes([Corrected(passes.dtype, call, rows) for rows in passes.rows]):
                 suspect, cause = self._cause(call, suspects_in(call, model), state)
-                name = _name_of_call(call, model)
-                where = f"{suspect.part} of {name}, in replica {suspect.number}, {much(suspect.gap)}"
-                changed = ", ".join(_different_attributes(one, model, call.key[0]))
-                if changed and cause in (CHANGES, STATE, ""):
-                    cause += f"{cause and '; '}{changed} changed in this pass, and in replicas otherwise"
-                return f"first difference: {where}{cause and ': '}{cause}"
-        return ""
+                where = f"{suspect.part} of {_name_of_call(call, model)}, in replica {suspect.number}"
+                return f"first difference: {where}, {suspect.how}", cause
+        return "", ""
 
     def _cause(self, call: Call, suspects: Sequence[Call], state: str) -> tuple[Call, str]:
-        """Return in which replica a call differs, and the cause that is known or that experiments tell."""
+        """Return in which replica a call differs, and the line, or another cause that is known."""
         suspect, module = suspects[0], self._many.module.get_submodule(call.key[0])
         cause = _cause_in_norm(module, suspect.called, len(call.in_replicas)) or self._changed_parameter(call) or state
-        for candidate in suspects if not cause else ():
-            rows = self._passes.rows[candidate.number]
+        cause = cause or self._cause_in_class(module, call)
+        if cause:
+            return suspect, cause
+        line = None
+        with suppress(Exception):  # It may not run again.
+            line = line_of_call(self._passes, self._index, call.key, [suspect.number for suspect in suspects])
+        if line:
+            suspect = next(suspect for suspect in suspects if suspect.number == line.number)
+        text = line.text + (line.why and f": {line.why}") if line else ""
+        return suspect, "; ".join(filter(None, [text, *self._beside(line, suspect, call)]))
+
+    def _beside(self, line: Line | None, suspect: Call, call: Call) -> list[str]:
+        """Return what is known beside a line, or in its place."""
+        module, operation = self._many.module.get_submodule(call.key[0]), line and line.operation
+        has_norms = any(map(_uses_batch, module.modules()))
+        called = {operation.place.name} if operation else suspect.called
+        if "batch_norm" in called:
+            return [_PLAIN_NORM]
+        if "grad" in called and (operation or has_norms):
+            return [_GRADIENT]
+        if operation is None:  # The module is one of torch, or runs a script.
+            if has_norms or not self._mixes_samples(call, suspect):
+                return [self._calls or self._whole_list(suspect, call) or self._changed_attributes(call)]
+            is_of_torch = type(module).__module__.startswith("torch.nn")  # whose code is right
+            return [SAMPLES, self._whole_list(suspect, call) or self._rows_of_arguments(is_of_torch)]
+        if line and line.why:
+            return [self._changed_attributes(call)] if line.why == CHANGES else []
+        return [self._whole_list(suspect, call) or self._rows_of_arguments()]
+
+    def _mixes_samples(self, call: Call, suspect: Call) -> bool:
+        """Return whether a call on one device returns something else for a replica's samples beside other ones."""
+        dtype, rows = self._passes.dtype, self._passes.rows[suspect.number]
+        others, replicas = OtherSamples(dtype, call, suspect, rows), [OneDevice(dtype) for _ in self._passes.rows]
+        with suppress(Exception):  # It may not run again.
+            Side(self._passes, True, self._index).take(self._index, "output", [others])
+            Side(self._passes, False, self._index).take(self._index, "output", replicas)
+            output = replicas[suspect.number].calls[call.key].output
+            pairs = [compared(output, whole, rows) for whole in (others.calls[call.key].output, call.output)]
+            return any(gap(other, right) for (_, other), (_, right) in zip(*pairs, strict=True))
+        return False
+
+    def _whole_list(self, suspect: Call, call: Call) -> str:
+        arguments = [[*args, *kwargs.values()] for args, kwargs in (suspect.arguments, call.arguments)]
+        total = self._passes.rows[0].total
+        pairs = zip(*arguments, strict=False)
+        return _LIST if any(_holds_list(some, whole, total) for some, whole in pairs) else ""
+
+    def _rows_of_arguments(self, is_open: bool = False) -> str:
+        # Whose rows are cut wrongly cannot be known, unless there is a single tensor.
+        return _NO_SAMPLES if is_open or self._passes.path or len(tensors_in(self._passes.arguments)) > 1 else ""
+
+    def _changed_attributes(self, call: Call) -> str:
+        names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
+        return names and f"{names} changed in this pass"
+
+    def _cause_in_class(self, module: nn.Module, call: Call) -> str:
+        """Return whether a class computes something else, on one device, than the class that it has replaced."""
+        if type(module) is not type(call.module):
+            args, kwargs = call.arguments
+            with suppress(Exception), InDouble(self._passes.dtype):
+                now, then = (copied(each, self._passes.dtype)(*args, **kwargs) for each in (module, call.module))
+                if not agree(now, then):
+                    names = f"{type(module).__name__} computes something else than {type(call.module).__name__}"
+                    return f"{names}, which it replaces, on one device, too; {_FORMULA}"
+        return ""
+
+    def _line_of_gradient(self) -> str:
+        line = None
+        if self._difference.kind == "gradient":
             with suppress(Exception):  # It may not run again.
-                cause = Experiment(module, call, candidate.arguments, rows, self._passes.dtype).cause()
-            if cause:
-                suspect = candidate
-                break
-        if cause in ("", SAMPLES) and "batch_norm" in suspect.called:
-            cause = _PLAIN_NORM
-        elif not cause:
-            cause = _GRADIENT if "grad" in suspect.called and any(map(_uses_batch, module.modules())) else self._calls
-        elif cause in (SAMPLES, PLACE):
-            # Whose rows are cut wrongly cannot be known, unless there is a single tensor.
-            several = _NO_SAMPLES if self._passes.path or len(tensors_in(self._passes.arguments)) > 1 else ""
-            cause += _LIST if _holds_list(suspect.arguments, call.arguments, rows.total) else several
-            hooks = sum(len(getattr(module, name)) for name in HOOKS if "forward" in name)
-            cause += "; look at the forward hooks of the module" if hooks > 2 else ""  # Two are those of the check.
-        return suspect, cause
+                line = line_of_gradient(self._passes, self._index, str(self._difference.name))
+        return line.text + (line.why and f": {line.why}") if line else ""
 
     def _changed_parameter(self, call: Call) -> str:
         """Return what to do about a parameter that the call changes in replicas in another way than on one device."""
@@ -179,34 +260,48 @@ def _text_of_calls(model: nn.Module, on_one: Mapping[str, int], modes: Sequence[
     return ""
 
 
-def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) -> str:
-    """Return how numbers that replicas return are related to that of one device; `sizes`: their numbers of rows."""
+def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], remedy: str) -> list[str]:
+    """Return how numbers of replicas are related to that of one device, and all; `sizes`: their numbers of rows."""
     ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
     if len(set(sizes)) > 1 and len(sizes) == len(of_replicas):
         mean = torch.tensor(sizes, dtype=torch.float64) @ of_replicas / sum(sizes)
         ways.append(("mean weighted by rows", mean, "weight them by their rows, or return sums and counts"))
-    values = ", ".join([f"{value:.6g}" for value in of_replicas.tolist()])
-    text = f"{name}replicas with {sizes} rows return {values}, one device returns {float(on_one):.6g}"
-    what_to_do = "compute it from the gathered output, or, if it divides sums, return these, and divide outside"
-    if on_one.isfinite() and of_replicas.isfinite().all():
-        equal = [(f"the {way}", remedy) for way, value, remedy in ways if not gap(value, on_one)]
-        same, what_to_do = [*equal, ("none of these", what_to_do)][0]
-        values = ", ".join([f"their {way} is {float(value):.6g}" for way, value, _ in ways])
-        text += f"; {values}: {same} is that of one device"
-    return f'{text}; {what_to_do}, see "In the replicas, with balanced memory" on the page "Where to compute the loss"'
+    values, rows = [", ".join([f"{each:.6g}" for each in of[:4]]) for of in (of_replicas.tolist(), sizes)]
+    more = ", ..." if len(of_replicas) > 4 else ""
+    numbers = f"replicas with [{rows}{more}] rows return {values}{more}, one device returns {float(on_one):.6g}"
+    text = f"the loss differs: {name}no sum or mean of what replicas return is that of one device; {remedy}"
+    if not on_one.isfinite() or not of_replicas.isfinite().all():
+        text = f"the loss differs: {name}{remedy}"
+        ways = []
+    for way, value, what_to_do in ways:
+        if not gap(value, on_one):
+            text = f"the loss differs: {name}of what replicas return, the {way} is that of one device; {what_to_do}"
+            return [f"{text}, {_IN_REPLICAS}", numbers]
+    return [text, numbers]
 
 
-def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble], on_one: Mapping[str, int]) -> str:
-    """Return what only replicas raise, and in which module; `model` has the replicas, `on_one` the calls of modules."""
-    calls = _text_of_calls(model, on_one, modes) if isinstance(error, ReplicaSyncError) else ""
-    text = f"{type(error).__name__}: {error}{calls and '; '}{calls}"
+def text_of_failure(error: Exception, passes: Passes, model: nn.Module, modes: Sequence[InDouble]) -> str:
+    """Return what only replicas raise, and in which module; `model` has the replicas."""
+    calls = _text_of_calls(model, passes.begun, modes, _AS_OFTEN) if isinstance(error, ReplicaSyncError) else ""
+    text = f"runs on one device, but not in replicas: {type(error).__name__}: {calls or shortened(error, 30)}"
+    where = ""
     # Its peers were released with errors of their own.
     for call, _ in [mode.failed for mode in modes if mode.failed and mode.failed[1] is error]:
-        text += f"; raised in {_name_of_call(call, model)}"
+        where = f"raised in {_name_of_call(call, model)}"
         module = model.get_submodule(call.key[0])
         if "batch_norm" in call.called and "Expected more than 1 value" in text and not _uses_batch(module):
-            text += f": {_cause_in_norm(module, call.called, 1) or _PLAIN_NORM}"
-    return f"runs on one device, but not in replicas: {text}{text_of_hooks(model)}"
+            where += f": {_cause_in_norm(module, call.called, 1) or _PLAIN_NORM}"
+    return joined(text, where, text_of_hooks(model, passes.model))
+
+
+def joined(*texts: str, most: int = MOST_WORDS) -> str:
+    """Join texts, as many as make at most so many words."""
+    result, *others = filter(None, texts)
+    for text in others:
+        if len(f"{result} {text}".split()) > most:
+            break
+        result = f"{result}; {text}"
+    return result
 
 
 def _different_attributes(one: nn.Module, many: nn.Module, module: str = "") -> list[str]:
@@ -238,13 +333,17 @@ def _plain(value: Any, depth: int = 4) -> Any:  # containers that are looked int
 
 
 def _holds_list(some: Any, whole: Any, length: int) -> bool:
-    """Return whether a replica got a whole tensor, or list without tensors, of this length; `whole`: what all have."""
+    """Return whether a replica got a whole tensor, or all entries of a list, of this length; `whole`: what all have.
+
+    A list of tensors whose rows are cut is none with an entry for each sample.
+    """
     if isinstance(some, Tensor):
         return some.dim() > 0 and len(some) == length and some.shape == getattr(whole, "shape", None)
-    is_list = isinstance(some, (list, tuple)) and len(some) == length and not tensors_in(some)
+    entries = [*some] if is_list(type(some)) else []
+    is_whole = len(entries) == length and not all(isinstance(entry, Tensor) and entry.dim() for entry in entries)
     of_some, parts = children_of(some), children_of(whole)
     inside = [_holds_list(child, parts.get(key), length) for key, child in of_some.items()]
-    return is_list or (len(of_some) == len(parts) and any(inside))
+    return is_whole or (len(of_some) == len(parts) and any(inside))
 
 
 def _name_of_call(call: Call, model: nn.Module) -> str:
@@ -258,7 +357,7 @@ def _name_of_call(call: Call, model: nn.Module) -> str:
 def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
     """Return why a batch norm does not synchronize in a replica; nothing if that is not the cause."""
     if reason := why_left(module, {}):
-        return f"a batch norm that convert_model leaves as it is, because it {reason.partition(' ')[2]}"
+        return f"a batch norm that convert_model leaves as it is: it {reason.partition(' ')[2]}"
     if not isinstance(module, _SynchronizedBatchNorm):
         is_plain = isinstance(module, BatchNormBase)
         return "a batch norm that is not synchronized; call convert_model(model)" if is_plain else ""
@@ -267,85 +366,48 @@ def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
         return f"{text} separately; set it to None, unless meant"
     base = next(cls.__name__ for cls in type(module).__mro__ if cls.__module__ == _SynchronizedBatchNorm.__module__)
     text = f"its forward never calls that of {base}; call {base}.forward(self, input), not F.batch_norm; {_FORMULA}"
-    return "" if "sync_batch_norm" in called else text
+    return "" if "sync_batch_norm" in called or not module.training else text
 
 
-def text_of_hooks(model: nn.Module) -> str:
-    """Return which hooks read or write attributes of the original in replicas; `model` has run."""
-    for name, hook, _, accesses in hooks_of(model):
-        of_hook = {getattr(hook, "__name__", ""), *[attribute for _, attribute in accesses]}
-        used = [(other, vars(other).keys() & _names_in_methods(type(other), of_hook)) for other, _ in accesses]
-        if attributes := accesses & {(other, attribute) for other, names in used for attribute in names}:
-            return (
-                "; hooks that refer to the model read and write attributes of the original, not the replica: "
-                f"{getattr(hook, '__qualname__', hook)} of {name or 'the model itself'} "
-                f'({", ".join(sorted(attribute for _, attribute in attributes))}), see "Hooks that refer to the model"'
-            )
+def text_of_hooks(model: nn.Module, original: nn.Module) -> str:
+    """Return which hooks read or write attributes of the original in replicas; `model`, a copy of it, has run."""
+    containers = (MutableMapping, MutableSequence, MutableSet)
+    members = [(f"{name}.{key}".strip("."), held) for name, of in original.named_modules() for key, held in _own(of)]
+    attributes = {id(held): name for name, held in members if isinstance(held, containers)}
+    for name, module in model.named_modules():
+        for hook in [hook for hooks in HOOKS for hook in vars(module).get(hooks, {}).values()]:
+            function = getattr(hook, "__func__", hook)
+            held = [getattr(hook, "__self__", None), *_held_by(function)] if hasattr(function, "__code__") else []
+            used = [attributes[id(value)] for value in held if id(value) in attributes]
+            for other in [value for value in held if isinstance(value, nn.Module)]:
+                words = [*function.__code__.co_names, *function.__code__.co_consts]  # the latter for setattr
+                readable = vars(other).keys() & _names_in_methods(model, other, function.__name__)  # Others log only.
+                used += [word for word in words if isinstance(word, str) and word in readable - _OF_MODULES]
+            if used:
+                return (
+                    "hooks that refer to the model use attributes of the original, not the replica: "
+                    f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(used)}), see "
+                    '"Hooks that refer to the model"'
+                )
     return ""
 
 
-def _names_in_methods(cls: type, of_hook: Set[str]) -> set[str]:
-    """Return the names that methods of a class use, except for `__init__` and those of a hook. Others log only."""
-    methods = [inspect.unwrap(inspect.getattr_static(cls, key)) for key in {*dir(cls)} - {"__init__"} - of_hook]
-    return {name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ())}
+def _own(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in vars(module).items() if key not in _OF_MODULES]
 
 
-class Experiment:
-    """A call of a module on one device, made again with other rows of the batch."""
+def _held_by(function: FunctionType) -> list[Any]:
+    """Return the values of variables outside of a function that it uses, and the objects of methods among them."""
+    values = [*closure_of(function), *map(function.__globals__.get, function.__code__.co_names)]
+    return [*values, *(function.__defaults__ or ()), *[getattr(value, "__self__", None) for value in values]]
 
-    def __init__(self, module: nn.Module, call: Call, some: Any, rows: Rows, dtype: torch.dtype) -> None:
-        """`call` is that on one device, `some` has the arguments in a replica, with some `rows` of those there."""
-        self._module, self._call, self._some, self._rows, self._dtype = module, call, some, rows, dtype
 
-    def cause(self) -> str:
-        """Return on what the rows of the replica depend; nothing if that is open."""
-        everywhere, here, former = range(self._rows.total), self._rows.here, self._call.module
-        if type(former) is not type(self._module):
-            now, then = (self._called(copied(module, self._dtype), everywhere) for module in (self._module, former))
-            if not agree(now, then):
-                names = f"{type(self._module).__name__} computes something else than {type(former).__name__}"
-                return f"{names}, which it replaces, on one device, too; {_FORMULA}"
-        expected = self._outputs(everywhere)
-        if not agree(self._outputs(everywhere), expected):
-            return CHANGES
-        if not agree(self._outputs(everywhere, other_seed=1), expected):
-            return RANDOM
-        alone = self._outputs(here)
-        right = [chunk_of(whole, some, self._rows) for whole, some in zip(expected, alone, strict=True)]
-        if agree(alone, right):
-            return "" if any(map(_uses_batch, self._module.modules())) else STATE
-        others = [row if row in here else here.start for row in everywhere]
-        if not agree(right, self._outputs(others), self._rows):
-            return SAMPLES
-        return PLACE if agree(self._outputs(everywhere, times=2), expected) else CHANGES
-
-    def _outputs(self, rows: Sequence[int], times: int = 1, other_seed: int = 0) -> list[Tensor]:
-        """Return what a copy of the module returns for these rows of the batch, the last of so many times."""
-        module = copied(self._module, self._dtype)
-        for norm in filter(_uses_batch, module.modules()):  # It mixes samples rightly, so with fixed statistics.
-            norm.training = False
-            if norm.running_mean is None:
-                norm.running_mean, norm.running_var = torch.ones(2, norm.num_features, dtype=self._dtype)
-        return [self._called(module, rows, other_seed) for _ in range(times)][-1]
-
-    def _called(self, module: nn.Module, rows: Sequence[int], number: int = 0) -> list[Tensor]:
-        args, kwargs = self._selected(self._some, self._call.arguments, rows)
-        seed(number)
-        with torch.enable_grad(), InDouble(self._dtype):  # for torch.autograd.grad in its forward
-            return [output.detach().clone() for output in tensors_in(module(*args, **kwargs))]
-
-    def _selected(self, some: Any, whole: Any, rows: Sequence[int]) -> Any:
-        """Return a copy of the arguments on one device with these rows; a sample may be an item of a list."""
-        if isinstance(some, Tensor):  # A copy, as the module may change it.
-            return chunk_of(whole.clone(), some, self._rows, rows)
-        of_some, parts = children_of(some), children_of(whole)
-        if len(of_some) == len(self._rows.here) and len(parts) == self._rows.total:
-            parts = dict(enumerate([list(parts.values())[row] for row in rows]))
-        else:
-            parts = {key: self._selected(part, parts[key], rows) for key, part in of_some.items()}
-        if not parts and holds_tensors(whole):
-            raise LookupError("an object with tensors cannot be cut")
-        return built((), whole, parts, list(parts.values())) if parts else whole
+def _names_in_methods(model: nn.Module, module: nn.Module, hook: str) -> set[str]:
+    """Return the names that methods of a module, and of those around it, use, except for `__init__` and a hook."""
+    around = {type(other) for other in model.modules() if any(child is module for child in other.modules())}
+    members = [(cls, key) for cls in {type(module), *around} for key in {*dir(cls)} - {"__init__", hook}]
+    codes = [getattr(inspect.unwrap(inspect.getattr_static(*member)), "__code__", None) for member in members]
+    return {name for code in codes for name in getattr(code, "co_names", ())}
 
 
 def _uses_batch(module: object) -> bool:

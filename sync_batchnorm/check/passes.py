@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..call.processes import active_group
-from ..trees import leaves_of, named_leaves, tensors_in, with_leaves
+from ..trees import Tree, leaves_of, named_leaves, tensors_in, with_leaves, written
+from ..wrapper import Arguments
 from .comparing import LEAST, SCALARS, agree, gap, largest, much, tolerance_of
 from .copies import Copy, InDouble, Rows, copied, rows_of_chunks, seed, wrapper_like
 
@@ -51,6 +53,8 @@ class Passes:
             raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {self.dtype}")
         self.grads = list[Tensor]()  # random gradients of outputs, where there is no loss
         self.rows = list[Rows]()  # of the chunks
+        self.pads = False  # whether a list is cut by its entries, which are tensors of several sizes
+        self.name = f"{self.path}.module" if self.path else ""  # of the module that has replicas
         self.begun: Mapping[str, int] = {}  # calls in the last pass on one device, by the name of the module
         if not self.path:
             self.note_rows(wrapper_like(self.wrapper, self.model, self.replicas), *copied(self.arguments, self.dtype))
@@ -58,10 +62,14 @@ class Passes:
     def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
         """Take note of the rows of each chunk, when the wrapper gets the whole batch."""
         self.rows = self.rows or rows_of_chunks(parallel, self.replicas, inputs, kwargs)
+        lists = [leaf.value for leaf in Arguments(parallel, inputs, kwargs, 1).tree.leaves if leaf.is_list()]
+        self.pads = any(len({entry.shape for entry in entries if isinstance(entry, Tensor)}) > 1 for entries in lists)
 
 
 class Side(Copy):
     """A copy that has taken some passes, on one device or in replicas, and takes more."""
+
+    backward_mode: InDouble | None = None
 
     def __init__(self, passes: Passes, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True) -> None:
         super().__init__(passes.model, passes.arguments, passes.dtype, is_one)
@@ -87,7 +95,7 @@ class Side(Copy):
         except Exception as error:
             if self._is_one:
                 raise
-            raise FailsInReplicas(error, self.module, self.parallel.modes, self._passes.begun) from error
+            raise FailsInReplicas(error, self._passes, self.module, self.parallel.modes) from error
 
     def _taken(self, has_backward: bool) -> Pass:
         dtype, module, parallel = self._passes.dtype, self.module, self.parallel
@@ -105,7 +113,7 @@ class Side(Copy):
             loss = self._random_loss(outputs) if self._passes.loss is None else self._passes.loss(output)
         _check_loss(loss, outputs)
         if has_backward and loss.requires_grad:
-            _go_backward(loss, initial.values(), dtype)
+            go_backward(loss, initial.values(), self.backward_mode or InDouble(dtype))
         grads = {name: initial[name].grad for name in self.order | initial}
         module.zero_grad()
         parallel.returned = ()
@@ -124,6 +132,7 @@ class Side(Copy):
             "parameter": {name: parameter.detach() for name, parameter in self.module.named_parameters()},
             "buffer": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers() if name in saved},
             "added": {name: p.grad.clone() for name, p in self.module.named_parameters() if p.grad is not None},
+            "unseen": _unseen_in(output),
             "assigned": {name: 0 for name, held in self.memory().items() if not held.is_set_to(memory.get(name, held))},
         }
 
@@ -160,13 +169,23 @@ def _numbers_in(output: Any) -> dict[str, Tensor]:
     return {path: leaf.detach() for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.numel() == 1}
 
 
+def _unseen_in(output: Any) -> dict[str, str]:
+    """Return the classes of outputs in which no tensor can be seen, by path: of all, if nothing can be compared."""
+    tree = Tree(output, path=("output",), is_output=True)
+    compared = [leaf.path for leaf in tree.leaves if isinstance(leaf.value, (Tensor, *SCALARS))]
+    empty = (NoneType, list, tuple, dict)
+    others = {leaf.path: leaf.value for leaf in tree.leaves if not isinstance(leaf.value, empty)}
+    unseen = tree.hidden if compared else [(path, type(value).__name__) for path, value in others.items()]
+    return {written(path): kind for path, kind in unseen if not any(path == at[: len(path)] for at in compared)}
+
+
 def _fresh(leaf: Any) -> Any:
     """Return a copy of a tensor, as the forward pass may change it."""
     is_data = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_data else leaf
 
 
-def _go_backward(loss: Tensor, of_copy: Iterable[Any], dtype: torch.dtype) -> None:
+def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: InDouble) -> None:
     """Compute gradients, and leave none on other tensors than those of the copy, such as the user's parameters."""
     known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
     nodes = new = set[Any]({edge.node})
@@ -176,12 +195,13 @@ def _go_backward(loss: Tensor, of_copy: Iterable[Any], dtype: torch.dtype) -> No
     grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
     for leaf, _ in grads:
         leaf.grad = None  # An addition would change the tensor.
-    with InDouble(dtype):  # also while checkpoints are recomputed
+    with mode:  # also while checkpoints are recomputed
         torch.autograd.backward(edge)  # A backward pass from a tensor would leave the mode.
     for leaf, grad in grads:
         leaf.grad = grad
 
 
+_MOST = 4  # shapes of outputs that are written. Arbitrary.
 _ROWS = "return a row for each sample, and compute what concerns the whole batch from the gathered output"
 IN_PLACE = "only what replica 0 writes into it in place stays, from its own chunk; update it outside the forward pass"
 _ASSIGNED = "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass"
@@ -198,24 +218,27 @@ class Difference(NamedTuple):
     name: object
     text: str
     why: str = ""
+    look: str = ""  # for what, where no line is found
 
 
 def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = None) -> Iterator[Difference]:
     """Yield what differs for the caller by more than `rounding`, in the order of the pass."""
     yield from _different_structures(one, many)
+    is_number = any(True for _ in scalars(one, many))  # Each replica returns a loss, or sums for one.
     grads = [grad for grad in one["gradient"].values() if grad is not None]
     sizes, agreed = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}, ""
     for (kind, name), actual, expected in pairs_of(many, one):
         if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:  # one from each replica
             continue
-        size = max(LEAST, tolerance_of(expected) * sizes.get(kind, 0.0))
+        rounding_of_largest = ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
+        size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
-            text, why = _text_of(kind, name, (actual, expected), much(by), (one, many))
-            if kind == "gradient":
-                text += f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
-            elif kind == "parameter" and name not in many[kind]:
+            text, why = _text_of(kind, name, (actual, expected), much(by, actual, expected), (one, many))
+            look = f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
+            if kind == "parameter" and name not in many[kind]:
                 text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
-            yield Difference(kind, name, text, why)
+                why = ""
+            yield Difference(kind, name, text, why, look if kind == "gradient" and not is_number else "")
         elif kind == "gradient" and expected.any():
             agreed = f", while that of {name}, before it, agrees; if no branch leads past that, look between these two"
 
@@ -228,7 +251,8 @@ def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, passes
         return f"outputs differ{part}, {how}", ""
     if kind == "loss":
         in_replicas, on_one = (f"{tensor.sum():.6g}" for tensor in pair)
-        text = f"outputs agree, the loss does not: {on_one} on one device, {in_replicas} in replicas"
+        what = "the loss differs" if one["unseen"] else "outputs agree, the loss does not"
+        text = f"{what}: {on_one} on one device, {in_replicas} in replicas"
         return text, "`loss` depends on more than the output" if name else ""  # That of the check does not.
     if kind == "gradient":
         text = "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of"
@@ -240,10 +264,13 @@ def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, passes
 def _different_structures(one: Pass, many: Pass) -> Iterator[Difference]:
     of_one, of_many = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
     if len(of_one) != len(of_many) or any(a != b and math.prod(a) != 1 for a, b in zip(of_one, of_many, strict=True)):
-        yield Difference("output", None, f"outputs have shapes {of_one} on one device, {of_many} in replicas; {_ROWS}")
+        shapes = [
+            f"[{', '.join(map(str, of[:_MOST]))}{', ...' if len(of) > _MOST else ''}]" for of in (of_one, of_many)
+        ]
+        yield Difference("output", None, "outputs have shapes {} on one device, {} in replicas".format(*shapes), _ROWS)
     for path, value in one["value"].items() if one["value"].keys() == many["value"].keys() else ():
         if not agree(other := many["value"][path], value):
-            yield Difference("value", path, f"{path} is {value!r} on one device, {other!r} in replicas; {_ROWS}")
+            yield Difference("value", path, f"{path} is {value!r} on one device, {other!r} in replicas", _ROWS)
 
 
 def pairs_of(actual: Pass, expected: Pass) -> Iterator[tuple[Key, Tensor, Tensor]]:
@@ -259,14 +286,19 @@ def pairs_of(actual: Pass, expected: Pass) -> Iterator[tuple[Key, Tensor, Tensor
 def _norms(actual: Tensor, expected: Tensor) -> str:
     size, whole = float(actual.norm()), float(expected.norm())
     if whole <= LEAST * size or not size:
-        return "only replicas have one" if size else "it is missing, or zero, in replicas, as after detach or no_grad"
+        return "only replicas have one" if size else "it is missing, or zero, in replicas"
     return f"its norm in replicas is {size / whole:.3} times that on one device"
 
 
 def scalars(one: Pass, many: Pass) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Yield what replicas return where that is a number from each, what one device returns, and which output it is."""
+    """Yield the numbers of replicas, that of one device, and the name of the output, for each number that a chunk has.
+
+    A number that is the same in all replicas and on one device, as a temperature, is none of a chunk.
+    """
     parts, on_one = many["returned"].values(), one["returned"].get(0, {})
     for path, tensor in on_one.items() if parts else ():
         if all(path in part for part in parts):
             numbers = torch.stack([part[path].double().real.reshape(()) for part in parts])
-            yield numbers, tensor.double().real.reshape(()), f"as {path}, " if path != "output" else ""
+            of_one = tensor.double().real.reshape(())
+            if not agree(numbers, of_one.expand_as(numbers)):
+                yield numbers, of_one, f"as {path}, " if path != "output" else ""

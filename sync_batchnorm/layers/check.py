@@ -102,15 +102,17 @@ def _why_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, 
         return _why_in_eval(layer, around, modules) or _why_alone(layer, around, is_outside, replicas)
     if is_outside and active_group(None) is None:
         return None  # It gets the whole batch, since only wrappers make replicas.
+    if isinstance(layer, BatchNormBase) and (reason := _why_in_eval(layer, around, modules)):
+        return reason
     if reason := why_left(layer, {}):
-        alone = f"; if it is right alone, pass ignore=[{type(layer).__name__}]"
+        alone = f"; for (1), pass ignore=[{type(layer).__name__}]"
         return f"convert_model leaves it as it is, because {reason}{'' if isinstance(layer, BatchNormBase) else alone}"
     if isinstance(layer, nn.SyncBatchNorm):
         return "it synchronizes processes, not the replicas of one; call convert_model(model)"
     return "it is not synchronized; call convert_model(model)"
 
 
-def _why_in_eval(layer: _SynchronizedBatchNorm, wrappers: Wrappers, modules: Modules) -> str | None:
+def _why_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) -> str | None:
     if layer.training or (wrappers and layer.running_mean is layer.running_var is None):
         return None
     for name, module in modules:
@@ -119,8 +121,9 @@ def _why_in_eval(layer: _SynchronizedBatchNorm, wrappers: Wrappers, modules: Mod
                 f"it is in eval mode, and {name or 'the model itself'} has a train() of its own "
                 f"({type(module).__name__}); if that freezes it on purpose, name it in ignore; if not, change train()"
             )
-    purpose = "if it is frozen on purpose, call assert_synchronized before you freeze it"
-    return f"it is in eval mode; call model.train(), or, {purpose}"
+    is_plain = not isinstance(layer, _SynchronizedBatchNorm)  # as in a teacher, which is never trained
+    remedy = "name it in ignore" if is_plain else "call assert_synchronized before you freeze it"
+    return f"it is in eval mode; call model.train(), or, if it is frozen on purpose, {remedy}"
 
 
 def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bool, replicas: int) -> str | None:

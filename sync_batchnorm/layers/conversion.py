@@ -326,16 +326,13 @@ def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
     if synced == kind:  # a class of the user that has the name of torch's
         name, synced = f"{cls.__module__}.{name}", f"My{kind}"
     write = f"write class {synced}({name}, {kind})"
-    call = (
-        f'call convert_model(model, classes={{{name}: {synced}}}), see "Classes of your own" on the page "Usage"; for '
-        'another formula than that of batch norm, use sync_moments, see "Norms of your own" on the page "Extending"'
-    )
+    call = f'call convert_model(model, classes={{{name}: {synced}}}), see "Classes of your own"'
     if issubclass(cls, BatchNormBase):
-        return f"has a {method} of its own; {write}, in which {kind}.forward computes the norm, and {call}"
+        formula = 'for another formula, use sync_moments, see "Norms of your own"'
+        return f"has a {method} of its own; {write}, in which {kind}.forward computes the norm, and {call}; {formula}"
     return (
-        f"has the attributes of a batch norm and a {method} of its own; (1) if it normalizes each sample alone, as "
-        f"AdaIN does, leave it as it is; (2) if it normalizes the batch, {write}, whose forward calls "
-        f"{kind}.forward(self, input), and {call}"
+        f"has the attributes of a batch norm and a {method} of its own; (1) if it normalizes each sample alone, leave "
+        f"it; (2) if it normalizes the batch, {write}, whose forward calls {kind}.forward(self, input), and {call}"
     )
 
 

@@ -119,7 +119,9 @@ EVAL = (
     "it is in eval mode; call model.train(), or, if it is frozen on purpose, call assert_synchronized before you "
     "freeze it"
 )
+EVAL_PLAIN = "it is in eval mode; call model.train(), or, if it is frozen on purpose, name it in ignore"
 IN_A_LIST = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
+NOT_SYNCHRONIZED = "it is not synchronized; call convert_model(model)"
 NO_WRAPPER = "no wrapper is around it; wrap the model with DataParallelWithCallback"
 OUTSIDE = (
     "it stands outside every wrapper; on a gathered output that is right, so name it in ignore; elsewhere, "
@@ -127,12 +129,12 @@ OUTSIDE = (
 )
 OF_PROCESSES = "it synchronizes processes, not the replicas of one; call convert_model(model)"
 OWN_FORWARD = (
-    "convert_model leaves it as it is, because Norm has a forward of its own; write class ... for another formula than "
-    'that of batch norm, use sync_moments, see "Norms of your own" on the page "Extending"'
+    "convert_model leaves it as it is, because Norm has a forward of its own; write class ... for another formula, use "
+    'sync_moments, see "Norms of your own"'
 )
 IN_ITS_ATTRIBUTES = (
     "convert_model leaves it as it is, because AdaIN has the attributes of a batch norm and a forward of its own; "
-    "(1) ... if it is right alone, pass ignore=[AdaIN]"
+    "(1) ... for (1), pass ignore=[AdaIN]"
 )
 FREEZES = "it is in eval mode, and module has a train() of its own (Freezes); if that freezes it on ..."
 FEWER = 'its wrapper makes {} replicas; name more devices, as in DataParallelWithCallback(wrapper.module, ["cpu"] * {})'
@@ -155,7 +157,7 @@ FROZEN = _ours(Freezes(SynchronizedBatchNorm1d(4), SynchronizedBatchNorm1d(4))).
 WITHOUT_STATISTICS = SynchronizedBatchNorm1d(4, track_running_stats=False).eval()
 # The model, how many replicas are asked for, the layers, and what is said of them; "..." stands for any text.
 LEFT: list[tuple[nn.Module, int | None, str, str]] = [
-    (_ours(nn.BatchNorm1d(4)), None, "module (BatchNorm1d)", "it is not synchronized; call convert_model(model)"),
+    (_ours(nn.BatchNorm1d(4)), None, "module (BatchNorm1d)", NOT_SYNCHRONIZED),
     (_ours(nn.SyncBatchNorm(4)), None, "module (SyncBatchNorm)", OF_PROCESSES),
     (_ours(nn.Sequential(Norm(4))), None, "module.0 (Norm)", OWN_FORWARD),
     (_ours(nn.Sequential(AdaIN(4))), None, "module.0 (AdaIN)", IN_ITS_ATTRIBUTES),
@@ -163,6 +165,15 @@ LEFT: list[tuple[nn.Module, int | None, str, str]] = [
     (_ours(_in_a_list()), None, "module.layers (1 BatchNorm layer)", IN_A_LIST),
     (_ours(_net()).eval(), None, _two("module"), EVAL),
     (WITHOUT_STATISTICS, None, ALONE, EVAL),
+    (_ours(nn.Sequential(nn.BatchNorm1d(4).eval(), _net())), None, "module.0 (BatchNorm1d)", EVAL_PLAIN),
+    (
+        _ours(nn.Sequential(Norm(4).eval(), nn.SyncBatchNorm(4).eval())),
+        None,
+        "module.0 (Norm), module.1 (SyncBatchNorm)",
+        EVAL_PLAIN,
+    ),
+    (_ours(Freezes(nn.BatchNorm1d(4), SynchronizedBatchNorm1d(4))).train(), None, "module.0 (BatchNorm1d)", FREEZES),
+    (_ours(nn.BatchNorm1d(4, track_running_stats=False)).eval(), None, "module (BatchNorm1d)", NOT_SYNCHRONIZED),
     (FROZEN, None, "module.0 (SynchronizedBatchNorm1d)", FREEZES),
     (_net()[1], None, ALONE, NO_WRAPPER),
     (nn.ModuleDict({"net": _ours(_net()), "network": _net()}), None, _two("network"), OUTSIDE),
@@ -188,6 +199,7 @@ def test_layers_that_would_not_synchronize_are_named_with_the_reason(model, repl
         assert_synchronized(model, replicas=replicas)
     text = f"expected every batch norm of the model to synchronize, but got {len(layers.split(', '))} that would not:"
     assert_like(str(caught.value), f"{text}\n  {layers}: {reason}")
+    assert max([len(line.split("): ", 1)[1].split()) for line in str(caught.value).splitlines()[1:]]) <= 60
     if reason == UNCONNECTED:
         assert_synchronized(convert_model(model))
 
@@ -329,7 +341,7 @@ def test_model_whose_synchronized_layers_run_or_need_not_does_not_warn(model):
 
 
 def test_norms_of_one_sample_each_are_left_out_on_request():
-    with pytest.warns(UserWarning, match=r"\(1\) if it normalizes each sample alone, as AdaIN does, leave it as it is"):
+    with pytest.warns(UserWarning, match=r"\(1\) if it normalizes each sample alone, leave it; \(2\)"):
         parallel = _ours(convert_model(nn.Sequential(AdaIN(4), nn.BatchNorm2d(4), AdaIN(4))))
     assert_synchronized(parallel, ignore=[AdaIN])
     assert_synchronized(parallel, ignore={"module.0", "module.2"})

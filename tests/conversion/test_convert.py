@@ -396,10 +396,7 @@ def parametrized() -> nn.Module:
 
 
 COMPILED = "is compiled by TorchScript; convert the model that was compiled instead"
-SEE = (
-    'see "Classes of your own" on the page "Usage"; for another formula than that of batch norm, use sync_moments, see '
-    '"Norms of your own" on the page "Extending"'
-)
+SEE = 'see "Classes of your own"; for another formula, use sync_moments, see "Norms of your own"'
 LEFT: list[tuple[Callable[[], nn.Module], str]] = [  # "..." stands for any text
     (
         lambda: NormAbs(2),
@@ -419,9 +416,9 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [  # "..." stands for any text
     (
         lambda: Standalone(2),
         "Standalone has the attributes of a batch norm and a forward of its own; (1) if it normalizes each sample "
-        "alone, as AdaIN does, leave it as it is; (2) if it normalizes the batch, write class SynchronizedStandalone("
+        "alone, leave it; (2) if it normalizes the batch, write class SynchronizedStandalone("
         "Standalone, SynchronizedBatchNorm), whose forward calls SynchronizedBatchNorm.forward(self, input), and call "
-        f"convert_model(model, classes={{Standalone: SynchronizedStandalone}}), {SEE}",
+        f"convert_model(model, classes={{Standalone: SynchronizedStandalone}}), {SEE.partition(';')[0]}",
     ),
     (lambda: OfBase(2), "OfBase has the attributes of a batch norm and a forward of its own; (1) if it normalizes ..."),
     (lambda: layer_with(eps_mode="mine"), "BatchNorm2d has a eps_mode of its own, a name ..."),

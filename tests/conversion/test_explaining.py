@@ -244,17 +244,16 @@ class BatchNorm1d(nn.BatchNorm1d):
 
 
 ITSELF = "the model itself (Apply)"
-MIXES = "what it returns for a sample depends on other samples of the batch, as with x.mean(0), x.std(), x[0] or pad"
-SIZE = "what it returns for a sample depends on its place in the batch or the number of samples"
-PLACE = "what it returns for a sample depends on its place in the batch or"
+LINE = "it begins with `"
+MEAN = "it begins with `x.mean(0)` ("
+SIZE = "`..., which gets ... in place of "
+WAY = "it goes another way: "
+OTHERS = "what it returns for a sample depends on other samples of the batch"
 RANDOM = "it draws random numbers, which differ in replicas"
-STATE = (
-    "it returns the same for these rows when it is called again on one device: look for a cache, what it keeps, and "
-    "what it reads elsewhere"
-)
 NO_MEAN = (
-    "none of these is that of one device; compute it from the gathered output, or, if it divides sums, return these, "
-    "and divide outside, see"
+    "no sum or mean of what replicas return is that of one device; compute it from the gathered output, or, if it "
+    'divides sums, return these, and divide outside, see "In the replicas, with balanced memory"; or something before '
+    "it mixes samples; replicas with [2, 2] rows return"
 )
 GRADIENT = (
     "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of parts.0"
@@ -266,28 +265,24 @@ CROSS_ENTROPY = {"loss": lambda output: F.cross_entropy(output, LABELS)}
 
 # What a module between others that are right does with images, the replica where they differ first, and the cause.
 AROUND = {
-    "a mean": (mix, 0, MIXES),
+    "a mean": (mix, 0, MEAN),
     "length": (lambda self, x: x * len(x), 0, SIZE),
     "beside dropout": (lambda self, x: F.dropout(x) * len(x), 0, SIZE),
     "of the second replica": (lambda self, x: x * (2 if len(x) == 2 else 1), 1, SIZE),
-    "branch": (lambda self, x: x * x.ndim if len(x) > 2 else x, 1, SIZE),
-    "branch in place": (lambda self, x: x.clone().add_(1.0) if len(x) > 2 else x, 1, SIZE),
-    "arange": (lambda self, x: x * torch.arange(len(x)).reshape(-1, 1, 1, 1), 1, PLACE),
-    "attribute of replicas": (lambda self, x: x * (2 if hasattr(self, "_is_replica") else 3), 0, STATE),
+    "branch": (lambda self, x: x * x.ndim if len(x) > 2 else x, 1, f"{WAY}one device runs `x * x.ndim`"),
+    "branch in place": (lambda self, x: x.clone().add_(1.0) if len(x) > 2 else x, 1, WAY),
+    "arange": (lambda self, x: x * torch.arange(len(x)).reshape(-1, 1, 1, 1), 1, f"{LINE}torch.arange(len(x)){SIZE}5"),
+    "attribute of replicas": (lambda self, x: x * (2 if hasattr(self, "_is_replica") else 3), 0, f"{SIZE}3"),
     "torch's random numbers": (lambda self, x: x + torch.rand_like(x), 0, RANDOM),
 }
 # By the cause that the message says: how to build the model, in which module its output differs, in replica 0 unless it
 # says another one; the input if that is not `VECTORS`, and options.
 IN_MODULES = {
-    MIXES: {
+    LINE: {
         "class that synchronizes": (
             lambda: convert_model(nn.Sequential(Scaled(3)), classes={Scaled: SynchronizedScaled}),
             "0 (SynchronizedScaled)",
             IMAGES,
-        ),
-        "beside a call that was stopped": (
-            lambda: Apply(stop_and_mix, nn.Sequential(nn.ReLU(), Apply(stop)), nn.ReLU()),
-            ITSELF,
         ),
         "by a number that is none of dropout": (
             lambda: Net(lambda self, x: x + self.p * x.mean(0), p=0.5),
@@ -302,6 +297,7 @@ IN_MODULES = {
             lambda: nn.Sequential(Apply(mix), Net(change_and_use_parameter, threshold=nn.Parameter(torch.ones(())))),
             "0 (Apply)",
         ),
+        "dropout of one's own beside a mix": (lambda: nn.Sequential(DropRows()), "0 (DropRows)"),
         "of complex numbers": (lambda: Apply(lambda self, x: torch.complex(x, x - x.mean(0))), ITSELF),
         "behind similarities": (
             lambda: nn.Sequential(Apply(lambda self, x: x @ x.T), Apply(lambda self, x: x.softmax(1)[:, :1])),
@@ -312,20 +308,26 @@ IN_MODULES = {
             "0.branch.0 (Apply)",
         ),
     },
-    f"{MIXES}ding to the longest sample$": {
+    OTHERS: {
+        "beside a call that was stopped": (
+            lambda: Apply(stop_and_mix, nn.Sequential(nn.ReLU(), Apply(stop)), nn.ReLU()),
+            ITSELF,
+        )
+    },
+    f"{MEAN}checked.py, line 48, in mix)$": {
         "with a backward hook": (
             lambda: nn.Sequential(with_hook(Apply(mix), lambda *_: None, "full_backward_hook")),
             "0 (Apply)",
         ),
         "behind a zero": (lambda: behind(0.0, nn.Linear(3, 3), Apply(mix)), "branch.1 (Apply)"),
     },
-    f"by...{MIXES}": {
+    f"by...{LINE}x.flip(0)` (": {
         "forward that was set": (
             lambda: nn.Sequential(with_forward(nn.Linear(3, 3), lambda x: x.flip(0))),
             "0 (Linear)",
         )
     },
-    f"{MIXES}... (compared with dropout switched off: 3.drop_prob, dropout)": {
+    f"{MEAN}...; compared with dropout switched off: 3.drop_prob, dropout": {
         "in place": (
             lambda: nn.Sequential(
                 *(nn.Linear(3, 3), nn.Dropout(), Apply(lambda self, x: x.sub_(x.mean(0)))),
@@ -334,7 +336,7 @@ IN_MODULES = {
             "2 (Apply)",
         )
     },
-    "what it returns for a sample depends on": {
+    "it begins with": {
         "mix with a state": (lambda: Apply(count_and_mix), ITSELF),
         "argument that only replicas pass": (
             lambda: Apply(
@@ -364,6 +366,19 @@ IN_MODULES = {
             lambda: convert_model(Apply(lambda self, x: self.parts[0](x) * len(x), nn.BatchNorm1d(3))),
             ITSELF,
         ),
+        "beside others that are not finite": (
+            lambda: Apply(beside_others_not_finite),
+            f"{ITSELF}, in replica 0, by 0.5 of its largest value",
+        ),
+    },
+    "which gets 2 in place of 3$": {
+        "beside a norm in eval mode": (
+            lambda: convert_model(Apply(scale_in_replica, nn.BatchNorm1d(3).eval())),
+            ITSELF,
+        ),
+        "beside a norm": (lambda: convert_model(Apply(scale_in_replica, nn.BatchNorm1d(3))), ITSELF),
+    },
+    WAY: {
         "branch behind a call that was stopped": (
             lambda: nn.Sequential(Apply(stop_and_branch, Apply(refuse))),
             "0 (Apply)",
@@ -373,21 +388,8 @@ IN_MODULES = {
             ITSELF,
         ),
         "not finite": (lambda: Apply(lambda self, x: x if len(x) == 4 else x * math.nan), ITSELF),
-        "beside others that are not finite": (
-            lambda: Apply(beside_others_not_finite),
-            f"{ITSELF}, in replica 0, by 5.0e-01 of its largest value",
-        ),
     },
-    STATE: {
-        "beside a norm in eval mode": (
-            lambda: convert_model(Apply(scale_in_replica, nn.BatchNorm1d(3).eval())),
-            ITSELF,
-        ),
-    },
-    "of its largest value$": {
-        "state beside a norm": (lambda: convert_model(Apply(scale_in_replica, nn.BatchNorm1d(3))), ITSELF)
-    },
-    "of its largest value: 0.calls changed in this pass, and": {
+    "of its largest value: 0.calls changed in this pass": {
         "class that cannot run again": (
             lambda: convert_model(nn.Sequential(Once(3)), classes={Once: SynchronizedOnce}),
             "0 (SynchronizedOnce)",
@@ -397,7 +399,6 @@ IN_MODULES = {
     RANDOM: {
         "Python's": (lambda: Apply(lambda self, x: x * 1e-8 * random.random()), ITSELF),
         "NumPy's": (lambda: Apply(lambda self, x: self.parts[0](x * numpy.random.rand()), nn.ReLU()), ITSELF),
-        "dropout of one's own beside a mix": (lambda: nn.Sequential(DropRows()), "0 (DropRows)"),
     },
     "a batch norm that is not synchronized; call convert_model(model)": {
         "not converted": (
@@ -413,14 +414,14 @@ IN_MODULES = {
             {"loss": lambda output: (output - output.detach().mean()).mean() * 1e6},
         ),
     },
-    "a batch norm that convert_model leaves as it is, because it has a forward of its own; write class": {
+    "a batch norm that convert_model leaves as it is: it has a forward of its own; write class": {
         "of a ResNet-18": (
             resnet_with_own_norm,
-            "layer2.0.bn2 (MyNorm), in replica 0, by ...e-0",
+            "layer2.0.bn2 (MyNorm), in replica 0, by 0...",
             torch.randn(4, 3, 32, 32),
         )
     },
-    f"because it has a forward of its own; write class MySynchronizedBatchNorm1d({__name__}.BatchNorm1d, "
+    f"leaves as it is: it has a forward of its own; write class MySynchronizedBatchNorm1d({__name__}.BatchNorm1d, "
     f"SynchronizedBatchNorm1d), in which SynchronizedBatchNorm1d.forward computes the norm, and call "
     f"convert_model(model, classes={{{__name__}.BatchNorm1d: MySynchronizedBatch": {
         "norm with a name of torch's": (lambda: nn.Sequential(BatchNorm1d(3)), f"0 ({__name__}.BatchNorm1d)")
@@ -462,7 +463,7 @@ IN_MODULES = {
 }
 # The same, with what the message says before.
 ELSEWHERE = {
-    "of its largest value$": {
+    f"{MEAN}checked.py": {
         "mix for each sample": (
             lambda: nn.Sequential(Apply(lambda self, x: mix(self, x).unbind()), Apply(lambda self, x: torch.stack(x))),
             "first difference: output[1] of 0 (Apply), in replica 0, by",
@@ -491,27 +492,27 @@ ELSEWHERE = {
         ),
     },
     # Losses
-    'the mean is that of one device; take their mean, see "In the replicas, with balanced memory" on the page "Where '
-    'to compute the loss"$': {
+    'of what replicas return, the mean is that of one device; take their mean, see "In the replicas, with balanced '
+    'memory"; replicas with [2, 2] rows return ..., one device returns': {
         "means that are added up": (
             lambda: Apply(lambda self, x: self.parts[0](x).square().mean(), nn.Linear(3, 2)),
-            "the loss differs: replicas with [2, 2] rows return ...; their sum is ..., their mean is",
+            "the loss differs: ",
             {"loss": torch.sum},
         ),
     },
     "the sum is that of one device; add them up": {
         "averaged": (
             lambda: Apply(lambda self, x: (x, x.square().sum())),
-            "the loss differs: as output[1], replicas",
+            "the loss differs: as output[1], of what replicas",
             {"loss": lambda output: output[1].mean()},
         ),
         "without a loss": (lambda: Apply(lambda self, x: x.square().sum()), "the loss differs:"),
     },
-    "the mean weighted by rows is that of one device; weight them by": {
-        "uneven means": (lambda: Apply(lambda self, x: x.square().mean()), "replicas with [3, 2] rows return", IMAGES),
+    "the mean weighted by rows is that of one device; weight them by...replicas with [3, 2] rows return": {
+        "uneven means": (lambda: Apply(lambda self, x: x.square().mean()), "the loss differs:", IMAGES),
         "uneven means from the second pass on": (
             lambda: Apply(lambda self, x: x.square().mean() * (self.count.add_(1) > 1), count=0.0),
-            "in pass 2, while the passes before agree: the loss differs: replicas with [3, 2] rows return",
+            "in pass 2: the loss differs: of what replicas return, ",
             IMAGES,
         ),
     },
@@ -525,19 +526,19 @@ ELSEWHERE = {
         "ignored labels": (lambda: labelled(ignore_index=9), "the loss differs:", LABELS_TO_IGNORE),
         "Dice": (
             lambda: Apply(dice, nn.Linear(3, 2)),
-            "the loss differs: as output[1], replicas",
+            "the loss differs: as output[1], ",
             {"loss": lambda output: output[1].mean()},
         ),
     },
-    "compute it from the ga": {
+    "compute it from the ga...; replicas with [2, 2] rows return nan, ": {
         "nothing but ignored labels": (
             lambda: labelled(ignore_index=9),
-            "the loss differs: replicas with [2, 2] rows return nan, ",
+            "the loss differs: ",
             {"kwargs": {"labels": torch.tensor([9, 9, 2, 2])}},
         ),
         "NaN that one device has as well": (
             lambda: Apply(lambda self, x: x.mean()),
-            "the loss differs: replicas with [2, 2] rows return nan, 2.5, one device returns nan;",
+            "the loss differs: ",
             torch.tensor([[math.nan], [1.0], [2.0], [3.0]]),
             {"loss": lambda losses: losses.reshape(-1)[-1]},
         ),
@@ -548,11 +549,11 @@ ELSEWHERE = {
         "state that changes little": (lambda: Apply(hide, nn.Softmax(0)), "", loss_with_state(0.001)),
     },
     # Gradients
-    "it is missing, or zero, in replicas, as after detach or no_grad, while that of parts.1..., before it, "
+    "it is missing, or zero, in replicas, while that of parts.1..., before it, "
     "agrees; if no branch leads past that, look between these two for": {
         "that replicas drop": (lambda: Apply(drop_gradient, nn.Linear(3, 3), nn.Linear(3, 2)), GRADIENT, CROSS_ENTROPY),
     },
-    "it is missing, or zero, in replicas, as after detach or no_grad; look for": {
+    "it is missing, or zero, in replicas; look for": {
         "behind one of zero": (lambda: Apply(drop_gradient_beside_zero, nn.Linear(3, 2), nn.Linear(3, 2)), GRADIENT)
     },
     "only replicas have one": {
@@ -563,7 +564,7 @@ ELSEWHERE = {
             GRADIENT,
         )
     },
-    "that of 0.bias: only replicas have one, while that of 2.bias, before it": {
+    "that of 0.bias: only replicas have one; it begins with `grad.norm()` (": {
         "that is nothing but rounding on one device": (
             lambda: convert_model(
                 nn.Sequential(nn.Linear(3, 3), Apply(lambda self, x: NormInBackward.apply(x)), nn.BatchNorm1d(3))
@@ -578,11 +579,11 @@ ELSEWHERE = {
             loss_with_state(1e-8),
         ),
     },
-    "its norm in replicas is 2.0 times that on one device; look for detach, no_grad, hooks on tensors and a "
-    "torch.autograd.Function$": {
+    "its norm in replicas is 2.0 times that on one device; it begins with `grad / len(grad)` (checked.py, line 38, in "
+    "backward), which gets 2 in place of 4$": {
         "mean": (lambda: Apply(lambda self, x: MeanInBackward.apply(self.parts[0](x)), nn.Linear(3, 2)), GRADIENT)
     },
-    "its norm in replicas is 0.5 times that on one device; look for": {
+    "its norm in replicas is 0.5 times that on one device; it begins with `grad * len(grad)` (": {
         "sum": (lambda: Apply(lambda self, x: SumInBackward.apply(self.parts[0](x)), nn.Linear(3, 2)), GRADIENT)
     },
     "its norm in replicas is 1.5 times that on one device; look for": {
@@ -593,7 +594,8 @@ ELSEWHERE = {
             GRADIENT,
         )
     },
-    ".bias: its norm in replicas is 1.0 times that on one device...; replicas with [2, 2] rows return": {
+    ".bias: its norm in replicas is 1.0 times that on one device; if replicas return the loss, compute it from the "
+    "gathered output, or, if it divides sums, return these, and divide outside$": {
         "class weights that hardly matter": (
             lambda: labelled(weight=torch.tensor([1.0, 1.0, 1.00001])),
             GRADIENT,
@@ -612,7 +614,7 @@ ELSEWHERE = {
     KEPT: {
         "counter": (
             lambda: Apply(count, seen=0),
-            "outputs, loss and gradients agree; the buffer seen differs after the forward pass, by 5.0e-01 of",
+            "outputs, loss and gradients agree; the buffer seen differs after the forward pass, by 0.5 of",
         ),
         "buffer that only the whole batch makes": (
             lambda: Apply(keep_whole),
@@ -635,7 +637,7 @@ ELSEWHERE = {
     "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or do so outside": {
         "parameter that is changed": (
             lambda: Net(change_parameter, threshold=nn.Parameter(torch.ones(()), requires_grad=False)),
-            "gradients agree; the parameter threshold differs after the forward pass, by 1.7e-01 of its largest value",
+            "gradients agree; the parameter threshold differs after the forward pass, by 0.17 of its largest value",
         )
     },
     "the parameter w is there on one device only": {

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import re
 import time
-import warnings
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 
@@ -16,14 +19,13 @@ from checked import VECTORS, Apply, DropPath, MeanInBackward, assert_names, mix,
 from helpers import Net
 from torch import nn
 from torch.nn.parallel import gather
+from torch.nn.parallel.scatter_gather import scatter_kwargs
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, assert_matches_one_device, convert_model
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, assert_matches_one_device, convert_model
 
 BATCH = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
-OTHER = "depends on other samples"
-SIZE = "or the number of samples, as with"
-PLACE = "depends on its place in the batch"
+LINE = "it begins with `"
 
 
 class Gated(nn.Module):
@@ -135,6 +137,49 @@ class Levels(nn.Module):
 
     def forward(self, x):
         return self.net(x * 1) * self.level
+
+
+class KeepsFeatures(nn.Module):
+    """Has a hook that is a method, and sets on itself what the module around it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 6)
+        self.net.register_forward_hook(self.keep)
+
+    def keep(self, module, args, output):
+        self.features = output
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def read_child(self, x):
+    return self.child(x) + self.child.features
+
+
+FEATURES = {}
+
+
+def fill_features(module, args, output):
+    FEATURES["net"] = output
+
+
+def filling(hook, features):
+    """Return a net whose hook fills a dict that is an attribute, too."""
+    model = of_class(lambda self, x: (self.net(x), self.features["net"] * 2)[1], features=features)
+    with_hook(model.net, hook)
+    return model
+
+
+def filled_by_closure():
+    features = {}
+    return filling(lambda module, args, output: features.update(net=output), features)
+
+
+def filled_by_default():
+    features = {}
+    return filling(lambda module, args, output, features=features: features.update(net=output), features)
 
 
 def before_norm(function):
@@ -283,7 +328,7 @@ def passing(make, use):
 ITSELF = "the model itself"
 # By cause: how to build the model, and where the message says that the cause is; words that it must not have.
 FAULTS = {
-    OTHER: {
+    LINE: {
         "cumsum before a norm": (lambda: before_norm(lambda h: h.cumsum(0)), ITSELF, "norm"),
         "maximum before a norm": (lambda: before_norm(lambda h: h / h.max()), ITSELF, "norm"),
         "two views": (lambda: views(Apply(mix)), "net.1 (Apply)"),
@@ -338,8 +383,11 @@ FAULTS = {
             ),
             "2 (Apply)",
         ),
-        "dict with other keys": (lambda: passing(lambda x: {len(x): x}, lambda of_rows: sum(of_rows.values())), ITSELF),
         "list of samples": (lambda: passing(list, torch.stack), "parts.0 (Apply)"),
+        "an object that cannot be cut": (
+            lambda: passing(lambda x: SimpleNamespace(x=x), lambda batch: batch.x),
+            "parts.0 (Apply)",
+        ),
         "dataclass": (lambda: passing(Batch, lambda batch: batch.x), "parts.0 (Apply)"),
         "in vmap": (
             lambda: behind(Apply(lambda self, x: torch.vmap(torch.sub, in_dims=(0, None))(x, x.mean(0)))),
@@ -350,8 +398,13 @@ FAULTS = {
             "parts.0 (Apply)",
         ),
     },
-    SIZE: {
-        "small chunk before a norm": (lambda: before_norm(lambda h: h * 2 if len(h) < 3 else h), ITSELF, "norm"),
+    "it goes another way: replica 1 runs `h * 2` (": {
+        "small chunk before a norm": (lambda: before_norm(lambda h: h * 2 if len(h) < 3 else h), ITSELF, "norm")
+    },
+    "depends on other samples of the batch": {  # The arguments of the module cannot be compared.
+        "dict with other keys": (lambda: passing(lambda x: {len(x): x}, lambda of_rows: sum(of_rows.values())), ITSELF)
+    },
+    f"{LINE}...gets ": {
         "number in place of a tensor": (
             lambda: Apply(lambda self, x: self.parts[0](x, x if len(x) < 5 else 1), Apply(lambda self, x, by: x * by)),
             ITSELF,
@@ -361,10 +414,14 @@ FAULTS = {
             ITSELF,
         ),
         "infinite": (lambda: Apply(lambda self, x: x / (len(x) - 3)), f"{ITSELF}...only one of them is finite"),
+    },
+    f"{LINE}torch.autograd.grad(": {
         "in a gradient": (lambda: Apply(penalty, tower()), ITSELF),
         "in a gradient of what requires one": (lambda: behind(Apply(penalty, tower())), "1 (Apply)"),
     },
-    PLACE: {"arange before a norm": (lambda: before_norm(lambda h: h + torch.arange(len(h))[:, None]), ITSELF, "norm")},
+    f"{LINE}torch.arange(len(h))`": {
+        "arange before a norm": (lambda: before_norm(lambda h: h + torch.arange(len(h))[:, None]), ITSELF, "norm")
+    },
     "draws random numbers": {
         "dropout of one's own": (
             lambda: Net(lambda self, x: x * (torch.rand_like(x) < self.p), p=0.5),
@@ -376,8 +433,8 @@ FAULTS = {
         "generator of its own": (lambda: behind(Net(draw, generator=torch.Generator())), "1 (Net)"),
         "time": (lambda: Apply(lambda self, x: x * (time.perf_counter_ns() % 1000)), ITSELF, "random numbers"),
     },
-    "a seed of its own": {
-        "noise": (lambda: behind(Net(add_seeded_noise)), "1 (Net)...its place in the batch or the number of samples")
+    "because of a seed or a generator of its own": {
+        "noise": (lambda: behind(Net(add_seeded_noise)), "1 (Net)...the same random numbers in each replica")
     },
     "is not synchronized; call": {"two views": (lambda: views(nn.BatchNorm1d(8)), "net.1 (BatchNorm1d)")},
     "2.kept differs from": {  # what forward keeps on itself
@@ -413,7 +470,7 @@ FAULTS = {
             *("pass 2...the buffer average differs", "sets on self"),
         ),
     },
-    "for detach, no_grad, hooks on tensors": {
+    f"{LINE}grad / len(grad)`": {
         "gradient behind padding": (
             lambda: behind(Apply(lambda self, x: MeanInBackward.apply(x)), Apply(pad), Apply(add_total)),
             *("the first gradient that differs...that of 0.", "first difference"),
@@ -459,38 +516,36 @@ FAULTS = {
             lambda: Apply(
                 lambda self, x: self.parts[0](x).mean(), wrapped(behind(Apply(lambda self, x: x.square().mean())))
             ),
-            *("the loss differs: replicas with [3, 2] rows", "outputs agree", "depends on more"),
+            *("the loss differs: ...; replicas with [3, 2] rows", "outputs agree", "depends on more"),
         )
     },
     "compute it from the gathered output, or": {
         "one of two losses": (
             lambda: behind(Net(two_losses)),
-            *("as output['divided'], replicas with [3, 2] rows", "weight them"),
-        )
-    },
-    "of its largest value$": {
-        "mix of an object that cannot be cut": (
-            lambda: passing(lambda x: SimpleNamespace(x=x), lambda batch: batch.x),
-            *("parts.0 (Apply)", "returns the same"),
+            *("as output['divided'], no sum or mean", "weight them"),
         )
     },
     "compared with dropout switched off: 1.drop_prob, dropout": {
         "mix": (lambda: nn.Sequential(nn.Dropout(), DropPath(drop_path, drop_prob=0.5), Apply(mix)), "2 (Apply)")
     },
-    "padding to the longest sample; look at the forward hooks of the module": {
+    f"{LINE}x.mean(0)`": {
         "hook": (lambda: behind(with_hook(nn.Linear(6, 6), lambda module, args, x: x - x.mean(0))), "1 (Linear)"),
         "hook before": (
             lambda: behind(with_hook(nn.Linear(6, 6), lambda module, args: (mix(module, *args),), "forward_pre_hook")),
             "1 (Linear)",
         ),
     },
-    "level differs from one device; hooks that refer to the model": {
+    "hooks that refer to the model...; level differs from one device": {
         "backward hook": (Levels, "pass 2...keep of net (level)", "sets on self")
     },
     "hooks that refer to the model": {
         "hook": (lambda: hooked_by_closure(False), "not in replicas: AttributeError...keep of net (features)"),
         "hook, a method": (lambda: hooked(keep, add_features, features=0), "...keep of net (features)"),
         "hook that reads": (lambda: hooked(scaled, set_scale, scale=torch.ones(1, 6)), "...scaled of net (scale)"),
+        "hook of a child that its parent reads": (
+            lambda: of_class(read_child, child=KeepsFeatures()),
+            "not in replicas: AttributeError...KeepsFeatures.keep of child.net (features)",
+        ),
         "hook, by name": (lambda: hooked_by_closure(True), "not in replicas: AttributeError...(features)"),
     },
 }
@@ -514,7 +569,8 @@ ERRORS = {
     ),
     "a norm that is called for each sample": (
         lambda: convert_model(Apply(by_sample, nn.BatchNorm1d(2))),
-        "ReplicaSyncError...group_size=1...; number of calls of parts.0: 3 on one device, [2, 1] in replicas; ",
+        "ReplicaSyncError: number of calls of parts.0: 3 on one device, [2, 1] in replicas; ...for all rows or with "
+        "group_size 1; raised in parts.0 (SynchronizedBatchNorm1d, call 2)$",
     ),
 }
 
@@ -644,9 +700,7 @@ RIGHT = {
 @pytest.mark.parametrize("right", RIGHT)
 def test_a_right_model_that_looks_like_a_fault_passes(right):
     build, *loss = RIGHT[right]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "replicas compute what one device does, but: ")
-        assert_matches_one_device(build(), BATCH, loss=loss[0] if loss else None)
+    assert_matches_one_device(build(), BATCH, loss=loss[0] if loss else None)
 
 
 def late(self, x):
@@ -654,22 +708,42 @@ def late(self, x):
     return x * 2 if self.step > 100 else x * 1
 
 
-def test_what_the_wrapper_warns_of_is_said_of_a_model_that_passes():
-    with pytest.warns(
-        UserWarning, match="replicas compute what one device does, but: .* set step .* of replica 0"
-    ) as caught:
-        assert_matches_one_device(Net(late, step=0), BATCH)
-    assert [warning.filename for warning in caught] == [__file__]
+def test_what_the_wrapper_warns_of_is_left_to_the_training_of_a_model_that_passes():
+    assert_matches_one_device(Net(late, step=0), BATCH)
     with pytest.warns(UserWarning, match=r"forward\(\) of Net set step .* of replica 0"):  # in training, as well
         DataParallelWithCallback(Net(late, step=0), ["cpu"] * 2)(BATCH)
 
 
+LISTS = {
+    "numbers": [1.0, 2.0, 3.0, 4.0, 5.0],
+    "dicts": [{"number": torch.ones(5) * i} for i in range(5)],
+    "dicts of tensors without dimensions": [{"number": torch.ones(()) * i} for i in range(5)],
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_list_with_an_entry_for_each_sample_that_nobody_named_is_said(kind):
+    def forward(self, x, numbers):
+        numbers = [float(number["number"].max()) if isinstance(number, dict) else number for number in numbers]
+        return torch.stack([row * number for row, number in zip(x, numbers, strict=False)])
+
+    with suppress(TypeError):  # of the wrapper, for tensors without dimensions
+        assert_names(
+            ["a whole list or tensor as long as the batch: if it lists samples"], Apply(forward), BATCH, LISTS[kind]
+        )
+
+
+def test_tensors_whose_number_is_that_of_the_samples_are_no_list_with_an_entry_for_each():
+    text = assert_names([""], Apply(lambda self, x, y: mix(self, x + y)), BATCH[:2], BATCH[:2])
+    assert "whole list" not in text
+
+
 def test_a_list_that_each_replica_gets_whole_is_said():
     numbers = [1.0, 2.0, 3.0, 4.0, 5.0]
-    with pytest.raises(AssertionError, match=r"depends on its place.*a whole list or tensor of as many items as the"):
+    with pytest.raises(AssertionError, match=r"which gets .*a whole list or tensor as long as the"):
         assert_matches_one_device(ByNumbers(), BATCH, numbers)
     assert_matches_one_device(wrapped(ByNumbers(), in_dims={"numbers": 0}), BATCH, numbers)
-    with pytest.raises(AssertionError, match=r"depends on its place.*a whole list or tensor of as many items as the"):
+    with pytest.raises(AssertionError, match="a whole list or tensor as long as the"):
         assert_matches_one_device(wrapped(ByNumbers(), in_dims={"numbers": None}), BATCH, torch.tensor(numbers))
 
 
@@ -682,16 +756,16 @@ def add_sums(self, x, tensors):
 
 
 WHOLE = {  # what a replica needs whole, or a list by entries, and of which the wrapper cuts rows; a right `in_dims`
-    "prototypes": (prototypes, -BATCH, None, OTHER),
-    "weights": (lambda self, x, weights: x * weights.sum() / weights.mean(), torch.rand(5), None, PLACE),
-    "a list": (add_sums, [torch.rand(5, 2) for _ in range(5)], 0, OTHER),
+    "prototypes": (prototypes, -BATCH, None, "x @ others.T"),
+    "weights": (lambda self, x, weights: x * weights.sum() / weights.mean(), torch.rand(5), None, "weights.sum()"),
+    "a list": (add_sums, [torch.rand(5, 2) for _ in range(5)], 0, "tensor.sum()"),
 }
 
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_other_samples_are_no_certain_cause_where_rows_of_an_argument_may_be_none(kind):
-    forward, value, dim, cause = WHOLE[kind]
-    text = f"{cause} .*, unless in_dims should name an argument whose rows are no samples$"
+    forward, value, dim, code = WHOLE[kind]
+    text = f"it begins with `{re.escape(code)}` .*; unless in_dims should name an argument whose rows are no samples$"
     inside = Net(lambda self, x: self.net(x, value), net=wrapped(Apply(forward)))
     for model, inputs in ((Apply(forward), (BATCH, value)), (inside, (BATCH,))):
         with pytest.raises(AssertionError, match=text):
@@ -706,6 +780,76 @@ def test_a_norm_that_is_called_for_each_sample_is_named_with_both_numbers_of_cal
         "each sample, call it once for all rows, or set its group_size to 1$"
     )
     assert_names([text], convert_model(model), BATCH[:4])
+
+
+def test_a_recurrent_layer_of_torch_is_not_blamed_where_in_dims_may_name_another_dimension():
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.last = nn.GRU(6, 4), nn.Linear(4, 2)
+
+        def forward(self, steps):
+            return self.last(self.rnn(steps)[0])
+
+    steps = torch.randn(5, 3, 6)
+    text = "(GRU)...depends on other samples of the batch...unless in_dims should name an argument whose rows are no"
+    assert_names([text], Steps(), steps)
+    assert_matches_one_device(wrapped(Steps(), in_dims={"steps": 1}, out_dims=1), steps)
+
+
+def test_a_class_of_ones_own_is_not_said_to_synchronize_in_eval_mode():
+    model = convert_model(nn.Sequential(nn.Linear(6, 6), InEval(6)), classes={InEval: SynchronizedInEval})
+    assert_matches_one_device(model, BATCH)
+    assert "never calls" not in assert_names(["1 (SynchronizedInEval)"], model.eval(), BATCH)
+
+
+class InEval(nn.BatchNorm1d):
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, 0.1)
+
+
+class SynchronizedInEval(InEval, SynchronizedBatchNorm1d):
+    def forward(self, x):
+        return SynchronizedBatchNorm1d.forward(self, x)
+
+
+FILLED = {
+    "closure": filled_by_closure,
+    "default": filled_by_default,
+    "global": lambda: filling(fill_features, FEATURES),
+}
+
+
+@pytest.mark.parametrize("kind", FILLED)
+def test_a_hook_that_fills_a_dict_that_is_an_attribute_too_is_named(kind):
+    FEATURES.clear()
+    model = FILLED[kind]()
+    with pytest.raises(KeyError) as caught:
+        assert_matches_one_device(model, BATCH)
+    assert "hooks that refer to the model" in caught.value.__notes__[1]
+    assert "of net (features)" in caught.value.__notes__[1]
+    model(BATCH[:2].float())
+    text = assert_names(["outputs differ; hooks that refer to the model...of net (features)"], model, BATCH)
+    assert "shape" not in text
+
+
+def test_an_output_with_other_rows_is_told_by_their_number():
+    def forward(self, points, batch_size):
+        return torch.stack([self.parts[0](part).amax(0) for part in points.chunk(batch_size)])
+
+    text = "outputs have shapes [(3, 4)] on one device, [(6, 4)] in replicas"
+    assert "x.mean" not in assert_names([text], Apply(forward, nn.Linear(6, 4)), torch.randn(12, 6), 3, replicas=2)
+
+
+def test_a_layer_that_forward_makes_is_told_where_to_make():
+    def forward(self, x):
+        if not hasattr(self, "late"):
+            torch.manual_seed(0)
+            self.late = nn.Linear(6, 3).to(x)
+        return self.late(x)
+
+    text = assert_names(["late.weight is there on one device only; make it in __init__"], Net(forward), BATCH)
+    assert "buffer" not in text
 
 
 def in_packed_order(self, x, lengths):
@@ -740,7 +884,7 @@ def test_a_fault_beside_a_packed_sequence_is_not_that_of_the_rnn(forward, where)
     if not where:
         return assert_matches_one_device(model, *inputs)
     name = "the model itself (Net)" if where == "itself" else f"{where} (Apply)"
-    assert_names([f"first difference: output of {name}...{OTHER}"], model, *inputs)
+    assert_names([f"first difference: output of {name}...{LINE}x.mean(0)`"], model, *inputs)
 
 
 def sort_and_list(self, x, lengths):
@@ -778,7 +922,7 @@ class ByImages(nn.Module):
 
 def test_a_list_that_is_cut_is_not_said_to_be_whole():
     images, targets = [torch.rand(3, 2, size) for size in (2, 3, 4)], [torch.rand(1) for _ in range(3)]
-    with pytest.raises(AssertionError, match=r"or the number of samples") as caught:
+    with pytest.raises(AssertionError, match=r"it begins with `.*which gets 2 in place of 3") as caught:
         assert_matches_one_device(wrapped(ByImages(), in_dims={"images": 0, "targets": 0}), images, targets)
     assert "whole list" not in str(caught.value)
 
@@ -791,6 +935,17 @@ def test_what_the_wrapper_warns_of_is_a_note_of_an_error():
     with pytest.raises(AssertionError) as caught:
         assert_matches_one_device(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), BATCH)
     assert "does not synchronize in a DataParallelWithCallback:" in caught.value.__notes__[0]
+
+
+def test_a_check_keeps_no_warning_of_another_thread_and_gets_none():
+    def forward(self, x):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(contextvars.Context().run, DataParallelWithCallback(nn.BatchNorm1d(6), ["cpu"] * 2), x).result()
+        return mix(self, x)
+
+    with pytest.warns(UserWarning, match="1 BatchNorm layer in training mode"), pytest.raises(AssertionError) as caught:
+        assert_matches_one_device(nn.Sequential(Net(forward, step=0)), BATCH.double())
+    assert not hasattr(caught.value, "__notes__")
 
 
 @pytest.mark.parametrize("number", range(2, 9))
@@ -809,11 +964,69 @@ def test_equal_chunks_of_scalars_are_warned_of_as_they_hide_a_mean():
     assert [warning.filename for warning in caught] == [__file__]
 
 
+def test_a_number_that_all_replicas_return_is_no_mean_of_a_chunk():
+    model = Apply(lambda self, x: (self.parts[0](x), self.parts[0].weight.sum()), nn.Linear(3, 3))
+    assert_matches_one_device(model, VECTORS)
+
+
 def test_without_a_loss_the_numbers_are_those_that_the_module_returns():
     model = Apply(lambda self, x: self.parts[0](x).square().mean(), nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
     expected = copy.deepcopy(model)(BATCH).item()
     with pytest.raises(AssertionError, match=f"one device returns {expected:.5g}"[:-2]):
         assert_matches_one_device(convert_model(model), BATCH)
+
+
+def losses(self, x):
+    """Return the loss of each sample, of what a norm makes of a fault before it."""
+    return self.last(self.norm(mix(self, self.first(x))).relu()).square().mean(1)
+
+
+BEFORE_A_LOSS = {  # a model that returns its loss, or what makes it, and options; what is said, and what is not
+    "sums and counts": (
+        lambda self, x: (losses(self, x).sum(), x.new_tensor(len(x))),
+        {"loss": lambda output: output[0].sum() / output[1].sum()},
+        "or something before it mixes samples: what norm (SynchronizedBatchNorm1d) gets differs, too",
+        "return these",
+    ),
+    "a mean": (
+        lambda self, x: losses(self, x).mean(),
+        {},
+        "divide outside, see...; or something before it mixes samples: what norm (SynchronizedBatchNorm1d) gets",
+        "take their mean",
+    ),
+    "behind the last module": (
+        lambda self, x: mix(self, self.last(self.norm(self.first(x)))).square().mean(),
+        {},
+        "return these, and divide outside, see...; or something before it mixes samples; replicas with [3, 2] rows",
+        "gets differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BEFORE_A_LOSS)
+def test_a_loss_that_no_sum_explains_may_follow_a_fault_before_it(kind):
+    forward, options, text, never = BEFORE_A_LOSS[kind]
+    layers = {"first": nn.Linear(6, 8), "norm": nn.BatchNorm1d(8), "last": nn.Linear(8, 3)}
+    model = convert_model(Net(forward, **layers))
+    assert never not in assert_names([text], model, BATCH, **options)
+    inside = Apply(lambda self, x: self.parts[0](x), wrapped(model))
+    assert never not in assert_names([text.replace("what norm", "what parts.0.module.norm")], inside, BATCH, **options)
+
+
+def detect(self, images):
+    size = max(image.shape[-1] for image in images)
+    batch = torch.stack([F.pad(image, (0, size - image.shape[-1])) for image in images])
+    return self.parts[0](batch).square().mean((1, 2, 3)).mean()
+
+
+def test_a_loss_of_images_that_are_padded_within_their_chunk_is_one_of_padding():
+    images = [torch.rand(3, 4, size) for size in (4, 9, 6, 7, 5)]
+    parallel = wrapped(convert_model(Apply(detect, nn.Conv2d(3, 4, 1))), in_dims={"args": {0: 0}})
+    text = (
+        "; or pad the entries of the list to one size outside, if forward() pads them to the largest of its chunk: "
+        "what parts.0 (Conv2d) gets differs, too"
+    )
+    assert "divide outside" not in assert_names([text], parallel, images)
 
 
 def test_a_loss_that_uses_parameters_of_the_user_leaves_no_gradient_on_them():
@@ -846,8 +1059,21 @@ def test_an_operator_without_float64_is_checked_in_float32():
     assert any("pass dtype=torch.float32" in note for note in caught.value.__notes__)
     assert_matches_one_device(right, BATCH, dtype=torch.float32)
     wrong = nn.Sequential(right, Apply(mix))
-    with pytest.raises(AssertionError, match=r"output of 1 \(Apply\).*other samples"):
+    with pytest.raises(AssertionError, match=r"output of 1 \(Apply\).*begins with `x.mean\(0\)`"):
         assert_matches_one_device(wrong, BATCH, dtype=torch.float32)
+
+
+def test_in_float32_a_gradient_below_a_millionth_of_the_largest_one_is_rounding():
+    def net(layer):
+        layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), layer, nn.Linear(8, 2)
+        return convert_model(nn.Sequential(*layers))
+
+    torch.manual_seed(0)
+    right = net(quietly(torch.jit.script, nn.Sequential(nn.Linear(8, 8), nn.Tanh())))
+    for dtype in (torch.float32, torch.float64):
+        assert_matches_one_device(right, BATCH, dtype=dtype)
+        wrong = net(Apply(lambda self, x: MeanInBackward.apply(x)))
+        assert_names(["the first gradient that differs"], wrong, BATCH, dtype=dtype)
 
 
 def in_dicts(self, inputs, kwargs, device_ids):
@@ -881,10 +1107,60 @@ def test_a_scatter_of_any_shape_is_used(kind, is_right):
         assert_matches_one_device(parallel, *inputs, kwargs=kwargs)
 
 
-def test_a_gather_that_calls_that_of_torch_is_named():
-    cls = type("Own", (DataParallelWithCallback,), {"gather": lambda self, outputs, device: gather(outputs, device)})
-    with pytest.raises(RuntimeError, match=r"your gather calls that of torch.*call super\(\).gather"):
-        assert_matches_one_device(cls(nn.Linear(6, 6), ["cpu"] * 2), BATCH)
+OF_TORCH = {
+    "gather": lambda self, outputs, device: gather(outputs, device),
+    "scatter": lambda self, inputs, kwargs, devices: scatter_kwargs(inputs, kwargs, devices, dim=self.dim),
+}
+
+
+@pytest.mark.parametrize("step", OF_TORCH)
+def test_a_step_that_calls_that_of_torch_is_named(step):
+    parallel = type("Own", (DataParallelWithCallback,), {step: OF_TORCH[step]})(nn.Linear(6, 6), ["cpu"] * 2)
+    for model in (parallel, nn.Sequential(parallel)):
+        with pytest.raises(RuntimeError, match=rf"your {step} calls that of torch.*call super\(\).{step}\("):
+            assert_matches_one_device(model, BATCH)
+
+
+class Result:
+    def __init__(self, scores):
+        self.scores = scores
+
+
+GATHERED = {  # what a gather of one's own makes of the scores; which class cannot be looked into
+    "object": (Result, "output of class Result"),
+    "object beside a tensor": (
+        lambda scores: {"a": scores, "b": [Result(scores)]},
+        r"output\['b'\]\[0\] of class Result",
+    ),
+    "object in an object": (lambda scores: Result(Result(scores)), "output of class Result"),
+    "array": (lambda scores: scores.detach().numpy(), "output of class ndarray"),
+    "dataclass": (lambda scores: Batch(scores), None),
+    "number": (lambda scores: len(scores), None),
+}
+
+
+@pytest.mark.parametrize("kind", GATHERED)
+def test_an_output_that_cannot_be_looked_into_is_refused_unless_a_loss_does(kind):
+    make, text = GATHERED[kind]
+    cls = type("Own", (DataParallelWithCallback,), {"gather": lambda self, outputs, device: make(torch.cat(outputs))})
+    right, wrong = (
+        cls(convert_model(nn.Sequential(nn.BatchNorm1d(6), *more)), ["cpu"] * 2) for more in ([], [Apply(mix)])
+    )
+    for parallel in (right, wrong) if text else ():
+        with pytest.raises(TypeError, match=f"expected outputs to compare, but got {text}.*or pass a `loss`"):
+            assert_matches_one_device(parallel, BATCH)
+    if not text:
+        assert_matches_one_device(right, BATCH)
+    if make is Result:
+        loss = lambda result: result.scores.square().mean()  # noqa: E731
+        assert_matches_one_device(right, BATCH, loss=loss)
+        with pytest.raises(AssertionError, match=r"output of 1 \(Apply\)"):
+            assert_matches_one_device(wrong, BATCH, loss=loss)
+
+
+def test_objects_that_no_gather_takes_are_an_error_of_replicas():
+    with pytest.raises(AssertionError, match=r"not in replicas: TypeError: .* got Result"):
+        assert_matches_one_device(Apply(lambda self, x: Result(x)), BATCH)
 
 
 class ScalesInput(DataParallelWithCallback):
@@ -932,6 +1208,6 @@ def test_replica_that_returns_no_number_is_named(value):
 
 def test_hard_mining_within_the_chunk_is_evidence_and_no_advice_to_weight():
     model = Apply(lambda self, x: self.parts[0](x).square().sum(1).topk(2).values.mean(), nn.Linear(6, 3))
-    with pytest.raises(AssertionError, match="none of these is that of one device") as caught:
+    with pytest.raises(AssertionError, match="no sum or mean of what replicas return is that of one device") as caught:
         assert_matches_one_device(model, BATCH)
     assert "weight them" not in str(caught.value)

@@ -213,7 +213,7 @@ class SynchronizedWithCall(WithCall, SynchronizedBatchNorm1d):
 def test_a_model_that_is_right_passes(right):
     build, input, *options = RIGHT[right]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "replicas compute what one device does, but: ")
+        warnings.filterwarnings("ignore", "all chunks have 2 rows")
         assert assert_matches_one_device(build(), input, **dict(*options)) is None
 
 
@@ -274,7 +274,7 @@ def test_a_scripted_model_gets_no_gradient_from_its_copies():
     assert [parameter.grad for parameter in model.parameters()] == [None, None]
 
 
-def test_a_check_warns_of_nothing_and_leaves_the_warnings_of_training_to_training():
+def test_a_check_leaves_the_warnings_of_training_to_training():
     parallel = wrapped(nn.Sequential(nn.BatchNorm1d(3), nn.Flatten()))
     for _ in range(2):
         with pytest.raises(AssertionError, match="not synchronized"):

@@ -1,0 +1,552 @@
+"""The line with which a difference begins: operations of one call of a module, compared with those on one device.
+
+A module got the same rows as on one device, and returned others. Which line of its code is it? The first result that
+differs may be right: a maximum that is only logged, or subtracted before a softmax, an index, a row in a loop. And what
+follows differs as well. Therefore results are not only compared, but corrected:
+
+    one device   x -> x.max() -> x - m -> .exp() -> z / z.sum()    is recorded
+    replica 1    x -> x.max() -> x - m -> .exp() -> z / z.sum()    is taken again, with the same modes, seeds and state
+                      ^                                 ^
+                 Candidates get what they get on one device, and return something else. In a pass, they return the
+                 rows of one device, so that what follows gets the same, too. Then each does so alone. With the sum,
+                 the call returns what it returns on one device; with the maximum, it does not. It begins with the sum.
+
+**Operations** are the functions of torch that the code of the call itself runs, and calls of its submodules, each of
+which is one operation. One is known by its place (the code object and the instruction of the innermost frame outside
+torch and this library, and the name of the function), and by how many times that has run before. In a loop of other
+length, or in a backward pass that runs the hooks of all replicas, it is the operation at this place that gets the same.
+
+**Rows** are compared as those of modules, see `chunk_of`: a dimension whose size is in proportion to the rows of the
+replica has samples, in one block or in several. That is ambiguous where a size depends on values: `nonzero`, `x[mask]`,
+or a sequence that is padded to a length in the same proportion. What does not fit is not compared. An operation that
+gets it is named only if it alone makes the output right, together with where that comes from.
+
+Of two faults at once, the first that makes a difference is named, unless it returns integers, as an index of other rows
+makes one, too. Where nothing is certain, no line is named. Nothing of this runs unless something differs.
+"""
+
+import linecache
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ..torch_private import in_transform
+from ..trees import children_of, tensors_in
+from .comparing import (
+    SCALARS,
+    WHOLE,
+    OneDevice,
+    agree,
+    chunk_of,
+    compared,
+    corrected,
+    dims_of_samples,
+    fits,
+    gap,
+    leaves_by_path,
+    mapped,
+)
+from .copies import Call, InDouble, Rows, border, seed
+from .passes import FailsInReplicas, Passes, Side, go_backward
+
+__all__: list[str] = []
+
+_MOST = 5  # candidates that are corrected, each in a pass of its own. Arbitrary.
+_WIDTH = 60  # of the code that is quoted
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_CHECK = os.path.dirname(__file__) + os.sep
+_LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
+SEEDED = "it draws the same random numbers in each replica, because of a seed or a generator of its own"
+CHANGES = "it returns something else each time: look for state, a generator of its own, or the time"
+
+Key = tuple[str, int]  # the name of a module, and which of its calls it is
+Accepts = Callable[["Operation"], bool]
+Take = Callable[[Accepts], Sequence["CorrectOperations"]]  # a pass that accepts operations; nothing if it fails
+
+
+class Place(NamedTuple):
+    """The instruction that runs an operation, in the innermost frame of the user, and the name of its function."""
+
+    code: CodeType
+    instruction: int
+    name: str
+
+    def line(self) -> int:
+        return list(self.code.co_positions())[self.instruction // 2][0] or self.code.co_firstlineno
+
+    def __str__(self) -> str:
+        """Return its source, and where that is."""
+        _, end, column, end_column = list(self.code.co_positions())[self.instruction // 2]
+        file, line = self.code.co_filename, self.line()
+        lines = [text.encode() for text in linecache.getlines(file)[line - 1 : end or line]]
+        if lines and self.name != "__setitem__":  # whose instruction has only what stands before the equals sign
+            lines[-1] = lines[-1][:end_column]
+            lines[0] = lines[0][column:]
+        source = " ".join(b"".join(lines).decode(errors="ignore").split())
+        quoted = f"`{source[:_WIDTH]}{'...' if len(source) > _WIDTH else ''}`" if source else "code"
+        return f"{quoted} ({Path(file).name}, line {line}, in {self.code.co_name})"
+
+
+@dataclass(eq=False)
+class Operation:
+    """An operation on one device, or in a replica."""
+
+    place: Place
+    number: int  # how many times its place has run before
+    synchronizes: bool  # whether its result depends on what it gets in other replicas
+    arguments: Any = None  # on one device, with copies of tensors
+    result: Any = None  # on one device, with copies of tensors
+    draws: bool = False  # on one device: whether it draws random numbers of torch
+    # In a replica:
+    called: Any = None  # the function, and what it gets
+    given: "list[Operation]" = field(default_factory=list)  # what has made the tensors that it gets
+    on_one: "Operation | None" = None  # the same operation
+    rows: Rows = WHOLE
+    numbers: list[tuple[Any, Any]] = field(default_factory=list)  # that differ, in the replica and on one device
+    origins: "list[tuple[Operation | None, Operation | None]]" = field(default_factory=list)  # of tensors that differ
+    gets_another: bool = False  # whether it gets another tensor than on one device, from outside of the call
+    differs: bool = False
+    fits: bool = True  # whether its result can be compared
+    has_pairs: bool = False  # whether two dimensions of its result have samples
+
+    def is_candidate(self) -> bool:
+        """Return whether a difference may begin with it."""
+        return self.differs and self.fits and bool(self.origins or not self.synchronizes)
+
+    def gets_the_same(self) -> bool:
+        """Return whether what other operations of the call have computed for it is that on one device."""
+        return self.on_one is not None and not self.origins
+
+    def returns_floats(self) -> bool:
+        """Return whether none of its tensors has integers."""
+        results = tensors_in(self.on_one.result) if self.on_one else []
+        return all(result.is_floating_point() or result.is_complex() for result in results)
+
+    def gets_the_same_floats(self) -> bool:
+        """Return whether it gets the same, and returns no integers."""
+        return self.gets_the_same() and self.returns_floats()
+
+    def roots(self) -> "set[Operation | None]":
+        """Return the operations in which begins what it gets and does not get on one device; None for unknown ones."""
+        origins = {here if here and here.on_one is there and here.differs else None for here, there in self.origins}
+        roots = {root for origin in origins for root in (origin.roots() if origin else {None})} or {self}
+        return roots if len(roots) == 1 or len(origins) > 1 else origins  # a single one that gets several
+
+    def pairs(self) -> "Operation | None":
+        """Return the operation that has made a tensor with samples in two dimensions of what this one gets."""
+        found = next((maker for maker in self.given if maker.has_pairs), None)
+        return found and (found.pairs() or found)
+
+    def has_size_of_values(self) -> bool:
+        """Return whether the shape of its result depends on values, as that of `nonzero`."""
+        try:
+            function, *arguments = self.called
+            args, kwargs = mapped(arguments, lambda tensor: tensor.detach().to("meta"))
+            function(*args, **kwargs)
+        except Exception:  # of torch, which cannot tell that shape without values
+            return True
+        return False
+
+
+class _SeesOperations(InDouble):
+    """Sees the operations of one call of a module, or, without a key, those of the user in a backward pass."""
+
+    def __init__(self, dtype: torch.dtype, key: Key | None) -> None:
+        super().__init__(dtype)
+        self.key = key
+        self.times: Counter[Place] = Counter()
+        self.makers = dict[int, Operation]()  # by the ids of tensors that operations returned
+        self._running_children = dict[int, Operation]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = None if func is border or in_transform() else self._begun(getattr(func, "__name__", ""))
+        if operation is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        operation.called = func, args, kwargs or {}
+        self.get(operation, _plain((args, kwargs or {})))
+        first = args[0] if args and isinstance(args[0], Tensor) and not args[0].is_inference() else None
+        version = first is not None and first._version
+        output = super().__torch_function__(func, types, args, kwargs)
+        if first is not None and first._version != version:
+            self.give(operation, first, is_changed=True)
+            return output
+        if isinstance(output, Iterator):  # of the rows of a tensor
+            return iter(self.give(operation, list(output)))
+        return self.give(operation, output)
+
+    def begin(self, call: Call, arguments: Any) -> None:
+        if operation := self._begun(f"call of {call.key[0]}", call.module):
+            self._running_children[id(call)] = operation
+            self.get(operation, _plain(arguments))
+
+    def end(self, call: Call, output: Any) -> Any:
+        operation = self._running_children.pop(id(call), None)
+        return self.give(operation, output) if operation else None
+
+    def _begun(self, name: str, child: nn.Module | None = None) -> Operation | None:
+        """Return the operation that begins; nothing if it is not one of the call itself, or not one of the user."""
+        call = self._running[-1]
+        if (call.module is None or call.key != self.key) if self.key else call.module is not None:
+            return None
+        frame, synchronizes = _frame_of_user(call.module)
+        if frame is None:
+            return None
+        place = Place(frame.f_code, frame.f_lasti, name)
+        self.times[place] += 1
+        modules = child.modules() if child is not None else ()
+        synchronizes |= any(hasattr(module, "__data_parallel_replicate__") for module in modules)
+        return Operation(place, self.times[place] - 1, synchronizes)
+
+    def get(self, operation: Operation, arguments: Any) -> None:
+        """Take note of what an operation gets."""
+
+    def give(self, operation: Operation, output: Any, is_changed: bool = False) -> Any:
+        """Take note of what an operation returns, or of the tensor that it has changed; return what takes its place."""
+
+
+def _frame_of_user(module: nn.Module | None) -> tuple[FrameType | None, bool]:
+    """Return the innermost frame of the user's within a call, and whether it runs this through a layer of this library.
+
+    The frame is None if the call is that of a module of torch.
+    """
+    frame, is_of_layer = sys._getframe(1), False
+    while frame := frame.f_back:  # type: ignore[assignment]
+        code = frame.f_code
+        if code is go_backward.__code__ or (code.co_name == "_call_impl" and frame.f_locals.get("self") is module):
+            return None, False
+        if not code.co_filename.startswith((_TORCH, _LIBRARY)):
+            return frame, is_of_layer
+        is_of_layer |= code.co_filename.startswith(_LIBRARY) and not code.co_filename.startswith(_CHECK)
+    return None, False
+
+
+def _plain(tree: Any, function: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """Return a tree in dicts, with what a function returns for each tensor; slices have numbers, too."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, PackedSequence):
+        return PackedSequence(function(tree.data), *tree[1:])
+    children = children_of((tree.start, tree.stop, tree.step) if isinstance(tree, slice) else tree)
+    return {key: _plain(child, function) for key, child in children.items()} if children else tree
+
+
+def _id(leaf: Any) -> int:
+    return id(leaf.data if isinstance(leaf, PackedSequence) else leaf)
+
+
+class RecordOperations(_SeesOperations, OneDevice):
+    """Keeps what operations get and return on one device; may seed generators as the call begins."""
+
+    def __init__(self, dtype: torch.dtype, key: Key | None, seed: int | None = None) -> None:
+        super().__init__(dtype, key)
+        self._seed = seed
+        self.operations = dict[Place, list[Operation]]()
+        self.arguments = self.output = None  # of the call
+        self.caller: Place | None = None  # if that is the user, and no container
+
+    def begin(self, call: Call, arguments: Any) -> None:
+        if call.key == self.key:
+            frame, _ = _frame_of_user(self._running[-1].module)
+            if frame and self._running[-1].module is not None:
+                self.caller = Place(frame.f_code, frame.f_lasti, "")
+            self.arguments = _plain(arguments, self._copy)
+            if self._seed is not None:
+                seed(self._seed)
+        _SeesOperations.begin(self, call, arguments)
+
+    def end(self, call: Call, output: Any) -> None:
+        if call.key == self.key:
+            self.output = mapped(output, self._copy)
+        _SeesOperations.end(self, call, output)
+
+    def get(self, operation: Operation, arguments: Any) -> None:
+        operation.arguments = _plain(arguments, self._copy)
+        self._state = torch.default_generator.get_state()
+
+    def give(self, operation: Operation, output: Any, is_changed: bool = False) -> Any:
+        has_generator = any(isinstance(value, torch.Generator) for value in operation.arguments[1].values())
+        operation.draws = has_generator or not torch.equal(self._state, torch.default_generator.get_state())
+        operation.result = _plain(output, self._copy)
+        self.operations.setdefault(operation.place, []).append(operation)
+        self.makers |= {id(tensor): operation for tensor in tensors_in(operation.result)}
+        return output
+
+
+class CorrectOperations(_SeesOperations):
+    """Compares operations in replicas with those on one device, and replaces the results of those that it accepts.
+
+    In a forward pass, `rows` has those of one replica, in a backward pass those of all.
+    """
+
+    def __init__(self, one: RecordOperations, rows: Sequence[Rows], accepts: Accepts) -> None:
+        super().__init__(one.dtype, one.key)
+        self.one, self._rows, self._accepts = one, rows, accepts
+        self._alive: list[Tensor] = []  # so that no other tensor gets the same id
+        self.candidates = dict[Place, Operation]()  # the first ones at their places
+        self.is_right = False  # whether the call returns what it returns on one device
+        self.output: Any = None
+        self.of_output: Operation | None = None  # what gets the output
+
+    def end(self, call: Call, output: Any) -> Any:
+        if call.key != self.key:
+            return super().end(call, output)
+        pairs = list(compared(output, self.one.output, self._rows[0]))
+        self.is_right = bool(pairs) and not any(gap(*pair) for pair in pairs)
+        self.output = mapped(output, Tensor.detach)
+        self.of_output = Operation(Place(type(self).end.__code__, 0, ""), 0, False)
+        self._compare(self.of_output, _plain(output), _plain(self.one.output), self._rows[0])
+        return None
+
+    def get(self, operation: Operation, arguments: Any) -> None:
+        others = self.one.operations.get(operation.place, [])
+        same = others[operation.number : operation.number + 1]
+        for other, rows in [(other, rows) for other in [*same, *others] for rows in self._rows]:
+            operation.on_one = other
+            self._compare(operation, arguments, other.arguments, rows)
+            if operation.gets_the_same() and not operation.gets_another:
+                return
+        operation.on_one = same[0] if same and self.key else None  # Hooks of all replicas run in any order.
+        if operation.on_one:
+            self._compare(operation, arguments, operation.on_one.arguments, self._rows[0])
+
+    def _compare(self, operation: Operation, arguments: Any, on_one: Any, rows: Rows) -> None:
+        """Take note of what an operation gets other than on one device."""
+        operation.rows, operation.numbers, operation.origins, operation.gets_another = rows, [], [], False
+        try:
+            pairs = list(leaves_by_path(arguments, on_one, rows))
+        except LookupError:
+            operation.on_one = None
+            return
+        makers_here = [self.makers.get(_id(here)) for here, _ in pairs]
+        operation.given = [maker for maker in makers_here if maker]
+        for here, there in [pair for pair in pairs if not agree(*pair, rows)]:
+            makers = self.makers.get(_id(here)), self.one.makers.get(_id(there))
+            if isinstance(here, SCALARS) and isinstance(there, SCALARS):
+                operation.numbers.append((here, there))
+            elif makers == (None, None):
+                operation.gets_another = True
+            else:
+                operation.origins.append(makers)
+
+    def give(self, operation: Operation, output: Any, is_changed: bool = False) -> Any:
+        right = self._right(operation, output)
+        if operation.is_candidate():
+            self.candidates.setdefault(operation.place, operation)
+            if self._accepts(operation) and is_changed:  # The code of the user has just written into it.
+                output.data.copy_(right[id(output)])
+            elif self._accepts(operation):
+                output = mapped(output, lambda tensor: right.get(id(tensor), tensor))
+        tensors = tensors_in(_plain(output))
+        self._alive += tensors
+        self.makers |= {id(tensor): operation for tensor in tensors}
+        return output
+
+    def _right(self, operation: Operation, output: Any) -> dict[int, Tensor]:
+        """Return what the tensors of a result that differ are on one device, by their ids."""
+        one, rows, right = operation.on_one, operation.rows, dict[int, Tensor]()
+        operation.differs, operation.fits = one is None, one is not None
+        try:
+            for actual, whole in list(leaves_by_path(_plain(output), one.result, rows)) if one else ():
+                if isinstance(actual, Tensor) and isinstance(whole, Tensor):
+                    operation.has_pairs |= len(dims_of_samples(whole, actual, rows)) > 1
+                    if gap(actual, expected := chunk_of(whole, actual, rows)):
+                        operation.differs, operation.fits = True, operation.fits and fits(actual, expected)
+                        right[id(actual)] = corrected(actual, expected) if operation.fits else actual
+        except LookupError:
+            operation.differs, operation.fits = True, False
+        return right
+
+
+class Line(NamedTuple):
+    """A line with which a difference begins, in which replica, its operation, and the cause, if it is known."""
+
+    text: str
+    number: int
+    operation: Operation | None = None
+    why: str = ""
+
+
+def line_of_call(passes: Passes, index: int, key: Key, numbers: Sequence[int]) -> Line | None:
+    """Return the line of a call with which one of these replicas begins to differ in a pass."""
+    one = _recorded(passes, index, key)
+
+    def take(accepts: Accepts) -> Sequence[CorrectOperations]:
+        modes = [CorrectOperations(one, [rows], accepts) for rows in passes.rows]
+        with suppress(FailsInReplicas):  # What an operation returns on one device may not fit into a replica.
+            Side(passes, False, index).take(index, "output", modes)
+            return modes
+        return ()
+
+    if not one.operations:  # It is a module of torch.
+        return Line(f"it begins with {one.caller}", numbers[0]) if one.caller else None
+    line = _Search(take, numbers).line()
+    return line._replace(why=_why(passes, index, one, line.operation)) if line and line.operation else line
+
+
+def line_of_gradient(passes: Passes, index: int, name: str) -> Line | None:
+    """Return the line of a hook or a function with which a gradient begins to differ in the backward pass."""
+
+    def gradient(is_one: bool, mode: InDouble) -> Any:
+        side = Side(passes, is_one, index)
+        side.backward_mode = mode
+        return side.take(index)["gradient"][name]
+
+    def take(accepts: Accepts) -> Sequence[CorrectOperations]:
+        mode = CorrectOperations(one, passes.rows, accepts)
+        with suppress(FailsInReplicas):
+            mode.output = gradient(False, mode)
+            mode.is_right = agree(mode.output, expected)
+            return [mode]
+        return ()
+
+    one = RecordOperations(passes.dtype, None)
+    expected = gradient(True, one)
+    line = _Search(take, [0]).line() if one.operations else None
+    draws = line and line.operation and line.operation.on_one and line.operation.on_one.draws
+    return line._replace(why=RANDOM) if line and draws else line
+
+
+class _Search:
+    """Looks for a line by passes in which some operations return what they return on one device."""
+
+    def __init__(self, take: Take, numbers: Sequence[int]) -> None:
+        """`take` takes such a pass; `numbers` has those of replicas that differ."""
+        self._take, self._numbers = take, numbers
+        self._alone = dict[Place, Sequence[CorrectOperations]]()  # passes with one place
+        self._as_it_is = take(lambda _: False)
+
+    def line(self) -> Line | None:
+        """Return the first line that is certain to make the difference."""
+        for number, mode in self._replicas(self._as_it_is):
+            for operation in self._that_make_it_right(mode, number, Operation.gets_the_same):
+                return _line_of(operation, mode, number)
+        for number, mode in self._replicas(self._take(Operation.gets_the_same_floats)):
+            for operation in self._that_matter(mode, number):
+                return _line_of(operation, mode, number)
+        for number, mode in self._replicas(self._as_it_is):
+            for operation in self._that_make_it_right(mode, number, Operation.is_candidate):
+                if line := self._line_of_origin(operation, mode, number):
+                    return line
+        for number, mode in self._replicas(self._as_it_is):
+            if line := _other_way(mode.of_output, mode, number):
+                return line
+        return None
+
+    def _replicas(self, modes: Sequence[CorrectOperations]) -> list[tuple[int, CorrectOperations]]:
+        return [(number, modes[number]) for number in self._numbers if modes]
+
+    def _with(self, place: Place) -> Sequence[CorrectOperations]:
+        """Take a pass in which only the operations at a place are corrected."""
+        if place not in self._alone:
+            self._alone[place] = self._take(lambda operation: operation.place == place)
+        return self._alone[place]
+
+    def _that_make_it_right(self, mode: CorrectOperations, number: int, accepts: Accepts) -> Iterator[Operation]:
+        for operation in list(filter(accepts, mode.candidates.values()))[:_MOST]:
+            if (alone := self._with(operation.place)) and alone[number].is_right:
+                yield operation
+
+    def _that_matter(self, mode: CorrectOperations, number: int) -> Iterator[Operation]:
+        """Yield operations that make the output right, or, if all of them together do so, that change it."""
+        yield from self._that_make_it_right(mode, number, Operation.gets_the_same_floats)
+        places = [place for place, each in mode.candidates.items() if mode.is_right and each.gets_the_same_floats()]
+        for place in places[:_MOST]:
+            if (alone := self._with(place)) and not agree(alone[number].output, self._as_it_is[number].output):
+                yield mode.candidates[place]
+
+    def _line_of_origin(self, operation: Operation, mode: CorrectOperations, number: int) -> Line | None:
+        """Return the line of what an operation gets and does not get on one device, if that is what differs."""
+        if line := _other_way(operation, mode, number):
+            return line
+        for origin in [here for here, _ in operation.origins if here and here.is_candidate() and here.returns_floats()]:
+            alone = self._with(origin.place)  # Then the operation gets the same.
+            again = alone[number].candidates.get(operation.place) if alone and operation.called else None
+            if again and again.gets_the_same():
+                return _line_of(operation, mode, number)
+        roots = operation.roots()
+        root = next(iter(roots)) if len(roots) == 1 else None
+        if {root and root.place.line() for root in roots} == {operation.place.line()}:
+            root = operation
+        elif root and not root.fits and root.has_size_of_values():  # It selects rows, maybe rightly.
+            root = None if any(here and here.fits for here, _ in operation.origins) else operation
+        if root is None or (root is operation and not operation.called):
+            return None  # A module that differs by itself would have been found.
+        # What synchronizes gets the same here, and something else in another replica.
+        return _line_of(root, mode, number) if root.is_candidate() or not root.fits else None
+
+
+def _line_of(operation: Operation, mode: CorrectOperations, number: int) -> Line:
+    pairs = operation.pairs()
+    if pairs and not operation.numbers:
+        return Line(f"it begins with {pairs.place}, two dimensions of which are samples", number, pairs)
+    got = ["another tensor than on one device"] if operation.gets_another else []
+    got += [f"{_number(here)} in place of {_number(there)}" for here, there in operation.numbers[:2]]
+    text = f"it begins with {operation.place}{', which gets ' if got else ''}{' and '.join(got)}"
+    return Line(text, number, operation)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else repr(value)
+
+
+def _other_way(operation: Operation | None, mode: CorrectOperations, number: int) -> Line | None:
+    """Return which code only a replica, or only one device, has run to make what differs; nothing if both ran both."""
+    here = there = operation
+    while operation and len(origins := {*operation.origins}) == 1:
+        ((here, there),) = origins
+        operation = here if here and here.on_one is there else None
+    if here and there and here.place == there.place:
+        times, times_there = mode.times[here.place], mode.one.times[here.place]
+        is_last = (here.number, there.number) == (times - 1, times_there - 1)
+        text = f"it begins with {here.place}, which runs {times} times in place of {times_there}"
+        return Line(text, number, replace(here, on_one=None)) if is_last and times != times_there else None
+    sides = [(there, mode.times, "one device"), (here, mode.one.times, f"replica {number}")]
+    ways = [(made, f"{who} runs {made.place}") for made, other, who in sides if made and made.place not in other]
+    text = f"it goes another way: {', '.join([way for _, way in ways])}"
+    return Line(text, number, replace(ways[0][0], on_one=None)) if ways else None
+
+
+def _recorded(passes: Passes, index: int, key: Key | None, seed: int | None = None) -> RecordOperations:
+    one = RecordOperations(passes.dtype, key, seed)
+    Side(passes, True, index).take(index, "output", [one])
+    return one
+
+
+def _why(passes: Passes, index: int, one: RecordOperations, operation: Operation) -> str:
+    """Return whether state or random numbers make an operation differ, by a repetition and by other seeds."""
+    side = Side(passes, True, index, is_moved=False)  # with the same parameters in both passes
+    first, again = (RecordOperations(passes.dtype, one.key) for _ in range(2))
+    side.take(index, "output", [first])
+    side.take(index, "output", [again])
+    with suppress(LookupError):  # It may not run again.
+        if _varies(operation, first, again):
+            return CHANGES
+        if _varies(operation, one, _recorded(passes, index, one.key, seed=1)):
+            return RANDOM
+    return SEEDED if operation.on_one and operation.on_one.draws else ""
+
+
+def _varies(operation: Operation, before: RecordOperations, after: RecordOperations) -> bool:
+    """Return whether an operation gets or returns something else in another pass whose call gets the same."""
+    if not agree(before.arguments, after.arguments) or operation.on_one is None:  # It runs on one side only.
+        return agree(before.arguments, after.arguments) and before.times != after.times
+    number = operation.on_one.number
+    then, now = (mode.operations[operation.place][number] for mode in (before, after))
+    leaves = [
+        (id(leaf[0]) in after.makers, agree(*leaf)) for leaf in leaves_by_path(now.arguments, then.arguments, WHOLE)
+    ]
+    if (operation.numbers or operation.gets_another) and not all(agrees for is_made, agrees in leaves if not is_made):
+        return True
+    return all(agrees for _, agrees in leaves) and not agree(now.result, then.result)
