@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import device_lists
+from conftest import device_lists, first_in_smoke
 from helpers import (
     are_distinct_gpus,
     assert_equal,
@@ -123,7 +123,7 @@ PATHS += [without_gradients_inside, gated_without_gradients, only_the_layer, in_
 
 
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "no-early-stop"])
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
+@pytest.mark.parametrize("path", first_in_smoke(PATHS), ids=lambda path: path.__name__)
 def test_checkpointed_step_is_exact_and_counted_once(devices, path, early_stop):
     with set_checkpoint_early_stop(early_stop):
         assert_exact(path, devices)
@@ -357,8 +357,7 @@ def with_operators_of_the_merge(net, x):
 OPERATORS = ("cat", "stack", "mul", "addcmul", "add", "mean", "sum", "clone", "batch_norm", "group_norm", "")
 
 
-@pytest.mark.once("operator")
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("devices", device_lists(2, 4))
+@pytest.mark.parametrize("devices", device_lists(2, slow=[4]))
 def test_every_policy_that_one_device_runs_has_its_gradients(devices, operator):
     assert_exact(with_operators_of_the_merge, devices, 8, **saving(operator))
