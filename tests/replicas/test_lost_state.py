@@ -76,6 +76,7 @@ def keep(net: Any, output: Tensor) -> None:
     net.loss = output.square().mean()  # where there was none
 
 
+@pytest.mark.smoke
 def test_numbers_strings_and_buffers_that_a_replica_loses_are_named_once(devices):
     inner = Counting(count)
     model = nn.Sequential(inner, Counting(keep)).to(as_devices(devices)[0])
