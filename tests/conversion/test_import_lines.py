@@ -105,6 +105,7 @@ def test_line_works_without_the_folder_in_front(line, edited):
     assert namespace.get("DataParallel", nn.DataParallel) is nn.DataParallel
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("module", NAMES)
 def test_modules_give_all_that_those_of_the_older_library_list(module):
     namespace: dict[str, Any] = {}

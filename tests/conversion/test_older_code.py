@@ -57,6 +57,7 @@ def on(devices: Sequence[Any], module: nn.Module) -> nn.Module:
 # What public projects do with it.
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_model_trains_in_every_wrapper_as_on_one_device(devices, way):
     plain = on(devices, TwoLayers())
