@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from repository import PACKAGE, ROOT
-from smoke import PROMISES
 
 import sync_batchnorm
 
@@ -57,6 +56,7 @@ def test_imports_of_the_package_are_relative(file):
     assert files_imported_by(file) <= set(TREES)
 
 
+@pytest.mark.smoke
 def test_documented_table_has_every_file_behind_those_that_it_imports():
     table = PAGE.read_text(encoding="utf-8").split("\n## The files\n")[1].split("\n## ")[0]
     rows = [name_of(PACKAGE / path) for path in re.findall(r"^\| `([\w/]+\.py)` \|", table, re.MULTILINE)]
@@ -128,9 +128,3 @@ def test_public_names_are_listed_and_have_docstrings(file):
 @every_file
 def test_mistakes_of_users_are_no_assertions(file):
     assert not [node.lineno for node in ast.walk(TREES[file]) if isinstance(node, ast.Assert)]
-
-
-def test_smoke_suite_has_tests_that_exist():
-    for file, names in PROMISES.items():
-        source = (ROOT / "tests" / file).read_text(encoding="utf-8")
-        assert [name for name in names if f"def {name}(" not in source] == []
