@@ -21,9 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
 from common import import_torchvision
-from pairwise import mark_the_rest_slow, needless
 from scripted import WRAPPERS
-from smoke import mark_smoke
 
 CUDA_COUNT = torch.cuda.device_count()
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # a Python that can run without the lock
@@ -100,23 +98,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
         return (yield)
     finally:
         pyfuncitem.obj = function
-
-
-def is_repetition(item: pytest.Item) -> bool:
-    """Return whether the test repeats that of another kernel: on one device, and in eval mode, no kernel is used."""
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    devices = params.get("devs", params.get("devices"))
-    one_device = isinstance(devices, list) and len(devices) == 1
-    return params.get("kernel", "fast") != "fast" and (one_device or params.get("training") is False)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = {item for item in items if is_repetition(item)}
-    left_out |= needless(item for item in items if item not in left_out)
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
-    mark_the_rest_slow(items)
-    mark_smoke(items)
 
 
 def pytest_collection_finish() -> None:
