@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -21,9 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
 from common import import_torchvision
-from pairwise import mark_the_rest_slow, needless
 from scripted import WRAPPERS
-from smoke import mark_smoke
 
 CUDA_COUNT = torch.cuda.device_count()
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # a Python that can run without the lock
@@ -102,23 +100,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
         pyfuncitem.obj = function
 
 
-def is_repetition(item: pytest.Item) -> bool:
-    """Return whether the test repeats that of another kernel: on one device, and in eval mode, no kernel is used."""
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    devices = params.get("devs", params.get("devices"))
-    one_device = isinstance(devices, list) and len(devices) == 1
-    return params.get("kernel", "fast") != "fast" and (one_device or params.get("training") is False)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = {item for item in items if is_repetition(item)}
-    left_out |= needless(item for item in items if item not in left_out)
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
-    mark_the_rest_slow(items)
-    mark_smoke(items)
-
-
 def pytest_collection_finish() -> None:
     """Keep what exists before the first test out of garbage collections, of which several tests run some."""
     gc.collect()
@@ -166,40 +147,45 @@ KERNELS = {
 }
 
 
-@pytest.fixture
+def slow(*values: Any) -> list[Any]:
+    """Return values of a parameter that only the whole suite runs."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def first_in_smoke(values: Iterable[Any]) -> list[Any]:
+    """Return values of a parameter, of which only the first is run in the smoke suite."""
+    first, *others = values
+    return [pytest.param(first, marks=pytest.mark.smoke), *others]
+
+
+@pytest.fixture(autouse=True)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Force one way to compute the statistics, which otherwise follows from the size of the input."""
-    for name, value in KERNELS[request.param].items():
-        monkeypatch.setattr(f"sync_batchnorm.{name}", value)
-    return request.param
+    name = getattr(request, "param", "fast")
+    for patched, value in KERNELS[name].items():
+        monkeypatch.setattr(f"sync_batchnorm.{patched}", value)
+    return name
 
 
-def kernels(*slow: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of a test that runs with every kernel, but with the `slow` ones in the whole suite only."""
-    values = [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in KERNELS]
-    return [pytest.mark.parametrize("kernel", values, indirect=True), pytest.mark.usefixtures("kernel")]
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, indirect=True)  # for tests of numbers
+usual_kernels = pytest.mark.parametrize("kernel", ["fast", *slow("exact", "general")], indirect=True)  # for all others
 
 
-every_kernel = kernels()  # for tests of numbers
-usual_kernels = [*kernels("exact", "general"), pytest.mark.once("kernel")]  # for all other tests
-
-
-def device_lists(*sizes: int) -> list[Any]:
+def device_lists(*sizes: int, slow: Sequence[int] = ()) -> list[Any]:
     """Device lists of the given sizes: CPU replicas, one GPU, several replicas on it, and distinct GPUs.
 
     Distinct GPUs in ascending order for every size, and in another order for the largest that there are enough of: the
     first of a list is the one that merges, and need not be the GPU with the lowest index. Without a GPU: CPU replicas.
+    Those of the sizes in `slow` are run in the whole suite only.
     """
-    lists = [pytest.param(["cpu"] * n, id=f"cpu-{n}") for n in sizes]
+    marks = {n: [pytest.mark.slow] if n in slow else [] for n in (*sizes, *slow)}
+    lists = [pytest.param(["cpu"] * n, id=f"cpu-{n}", marks=marks[n]) for n in marks]
     if not CUDA_COUNT:
         return lists
-    lists += [pytest.param([0] * n, id=f"cuda0-{n}", marks=pytest.mark.cuda) for n in sizes]
-    distinct = [n for n in sizes if 1 < n <= CUDA_COUNT]
-    lists += [pytest.param(list(range(n)), id=f"cuda-{n}", marks=pytest.mark.cuda) for n in distinct]
-    lists += [
-        pytest.param([n - 1, *range(n - 1)], id=f"cuda-{n}-rotated", marks=pytest.mark.cuda) for n in distinct[-1:]
-    ]
-    return lists
+    distinct = [n for n in marks if 1 < n <= CUDA_COUNT]
+    on_gpus = [(f"cuda0-{n}", [0] * n) for n in marks] + [(f"cuda-{n}", list(range(n))) for n in distinct]
+    on_gpus += [(f"cuda-{n}-rotated", [n - 1, *range(n - 1)]) for n in distinct[-1:]]
+    return lists + [pytest.param(ns, id=name, marks=[pytest.mark.cuda, *marks[len(ns)]]) for name, ns in on_gpus]
 
 
 def needs_two_gpus(test: Callable[..., None]) -> Callable[..., None]:

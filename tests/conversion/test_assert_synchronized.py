@@ -193,6 +193,7 @@ LEFT: list[tuple[nn.Module, int | None, str, str]] = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("model", "replicas", "layers", "reason"), LEFT)
 def test_layers_that_would_not_synchronize_are_named_with_the_reason(model, replicas, layers, reason):
     with pytest.raises(RuntimeError) as caught:
@@ -224,6 +225,7 @@ def _caught(parallel: nn.Module, forwards: int = 3) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+@pytest.mark.smoke
 def test_stock_wrapper_warns_with_the_fix_once():
     model = nn.Sequential(SynchronizedBatchNorm1d(4), nn.Linear(4, 4), _ours(SynchronizedBatchNorm1d(4)))
     before = [set(vars(layer)) for layer in model]

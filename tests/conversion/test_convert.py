@@ -168,6 +168,7 @@ def assert_same_but_for_classes(net: nn.Module, before: dict[str, Any], options:
     assert after == before
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_nothing_but_classes_and_options_differs_after_conversion_and_back(options, dtype):
@@ -431,6 +432,7 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [  # "..." stands for any text
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("make", "reason"), LEFT, ids=[reason[:40] for _, reason in LEFT])
 def test_layers_that_cannot_be_converted_are_left_as_they_are_and_named(make, reason):
@@ -730,6 +732,7 @@ def assert_not_patched() -> None:
         assert type(plain(2)) is plain
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("plain", "ours"), KINDS[:3])
 def test_layers_built_inside_of_the_context_are_synchronized(plain, ours):
     with patch_sync_batchnorm():

@@ -18,6 +18,7 @@ from sync_batchnorm import (
 )
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 def test_copies_train_on_by_themselves(devices, used, copied):
@@ -53,6 +54,7 @@ def test_master_of_a_module_that_an_earlier_version_has_pickled_loads():
     assert master.nr_slaves == 0
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("options", [{}, *WITHOUT_BIAS, {"affine": False}, {"track_running_stats": False}], ids=str)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_checkpoints_go_both_ways(wrapped, options):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checked import IMAGES, VECTORS, Apply, bind, hide, mix, quietly, wrapped
-from conftest import FREE_THREADED
+from conftest import FREE_THREADED, first_in_smoke
 from helpers import Net, anatomy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -209,7 +209,7 @@ class SynchronizedWithCall(WithCall, SynchronizedBatchNorm1d):
         return SynchronizedBatchNorm1d.forward(self, x).relu()
 
 
-@pytest.mark.parametrize("right", RIGHT)
+@pytest.mark.parametrize("right", first_in_smoke(RIGHT))
 def test_a_model_that_is_right_passes(right):
     build, input, *options = RIGHT[right]
     with warnings.catch_warnings():
@@ -243,6 +243,7 @@ def test_a_check_needs_no_numpy(monkeypatch):
     assert_matches_one_device(nn.Linear(3, 3), VECTORS)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("raised", [None, AssertionError, OSError, KeyboardInterrupt])
 def test_nothing_is_left_behind(raised):
     def forward(self, x):

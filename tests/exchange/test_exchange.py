@@ -18,11 +18,10 @@ def conditional(net, input):
     return net.bn(input)
 
 
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("kernel", ["fast", "general"], indirect=True)
 @pytest.mark.parametrize("makers", ["all", "first", "others"])
 @pytest.mark.parametrize(("name", "drops"), [("weight", False), ("bias", False), ("weight", True)])
-@pytest.mark.parametrize("devices", device_lists(2, 4))
+@pytest.mark.parametrize("devices", device_lists(2, slow=[4]))
 def test_parameters_that_each_replica_makes_are_its_own(devices, name, drops, makers):
     # On distinct GPUs, too, where equal weights lie in different memory, as different ones do.
     scale = nn.Parameter(torch.randn(3))
@@ -83,7 +82,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("devices", device_lists(1, 2))
+@pytest.mark.parametrize("devices", device_lists(2, slow=[1]))
 def test_inputs_and_upstream_gradients_need_not_be_contiguous(devices, view, kind):
     plain, parallel = twins(calling(nn.BatchNorm2d(3), lambda bn, x: bn(VIEWS[view](x))).double(), devices)
     data = doubles(6, 3, 4, 4, devices=devices).contiguous(memory_format=FORMATS[kind])

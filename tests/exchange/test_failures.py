@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import first_in_smoke, slow
 from helpers import Net, WithPipe, assert_equal, end_from_outside
 from scripted import (
     WRAPPERS,
@@ -61,9 +62,9 @@ def raises(parallel: nn.DataParallel, kind: type[BaseException], replica: int, t
 COMPLETED = {"before": (0, 0), "between": (1, 0), "after": (1, 1)}
 
 
-@pytest.mark.parametrize("place", list(COMPLETED))
-@pytest.mark.parametrize("replica", range(R))
-@pytest.mark.parametrize("kind", [LookupError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("place", first_in_smoke(COMPLETED))
+@pytest.mark.parametrize("replica", [0, 1, *slow(2)])
+@pytest.mark.parametrize("kind", [LookupError, *slow(torch.OutOfMemoryError)])
 def test_exception_of_a_replica_reaches_the_caller_as_itself(wrap, kind, replica, place):
     parallel = wrap(scripted((replica, place, raising(kind("the cause")))))
     with raises(parallel, kind, replica, "^the cause$"):
@@ -210,7 +211,9 @@ def test_exception_raised_while_being_released_gives_way_to_the_original(wrap):
 
 
 @pytest.mark.parametrize("place", list(COMPLETED))
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(3), *slow(GeneratorExit())], ids=lambda e: type(e).__name__
+)
 @pytest.mark.parametrize("name", ["wrapper", "patched", "own-parallel_apply"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of threads of the user's own
 def test_exception_that_is_no_exception_reaches_the_caller(name, error, place):
@@ -260,8 +263,8 @@ DIVERGENCES = {
 }
 
 
-@pytest.mark.parametrize("replica", range(R))
-@pytest.mark.parametrize("what", list(DIVERGENCES))
+@pytest.mark.parametrize("replica", [0, 1, *slow(2)])
+@pytest.mark.parametrize("what", first_in_smoke(DIVERGENCES))
 def test_replicas_that_diverge_are_named_with_their_layers(wrap, what, replica):
     place, step, text, calls = DIVERGENCES[what]
     parallel = wrap(scripted((replica, place, step)))
@@ -284,6 +287,7 @@ def _sets(name: str, value: Any) -> Callable[[SynchronizedBatchNorm, Tensor], Te
     return change
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("change", "odd"),
     [
@@ -312,7 +316,7 @@ def test_replicas_that_disagree_are_told_what_they_have(wrap, change, odd):
     assert_equal(parallel(x, replica), parallel.module(x, replica), "output of the next forward")
 
 
-@pytest.mark.parametrize("name", ["wrapper", "patched"])
+@pytest.mark.parametrize("name", first_in_smoke(["wrapper", "patched"]))
 def test_replica_that_is_stuck_is_named_with_its_stack_and_not_waited_for(name):
     release = threading.Event()
 

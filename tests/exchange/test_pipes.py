@@ -23,6 +23,7 @@ def everything(messages):
     return [(identifier, (identifier, messages)) for identifier, _ in messages]
 
 
+@pytest.mark.smoke
 def test_each_gets_its_own_result_and_the_master_sees_all_in_order_of_registration():
     master = SyncMaster(everything)
     slaves = [master.register_slave(identifier) for identifier in ("b", "a")]

@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from conftest import slow
 from helpers import (
     Net,
     TwoLayers,
@@ -68,6 +69,7 @@ def test_single_value_beside_an_empty_replica_is_refused(devices, sizes):
     assert parallel.module.num_batches_tracked == 0
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("rows", [6, 1])
 def test_eval_is_that_of_torch_and_meets_nobody(devs, exchanges, rows):
     plain, parallel = twins(TwoLayers().double(), devs)
@@ -106,7 +108,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("momentum", [0.1, None], ids=str)
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("training", [True, *slow(False)], ids=["train", "eval"])
 def test_layers_changed_while_they_live_do_what_torch_does(devices, training, momentum, change):
     plain, parallel = twins(nn.BatchNorm1d(3, momentum=momentum).double(), devices)
     assert_same_step(plain, parallel, doubles(6, 3, devices=devices))
@@ -174,6 +176,7 @@ def test_layer_without_channels_or_of_a_bad_eps_is_refused_where_torch_refuses_i
     assert outcome(lambda: parallel(data)) == expected
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("ours", "theirs"), LAYERS.items())
 def test_layers_are_those_of_torch(ours, theirs):
     layer = ours(3)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import device_lists
+from conftest import device_lists, first_in_smoke
 from helpers import (
     are_distinct_gpus,
     assert_equal,
@@ -126,7 +126,7 @@ PATHS += [without_gradients_inside, gated_without_gradients, only_the_layer, in_
 
 
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "no-early-stop"])
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
+@pytest.mark.parametrize("path", first_in_smoke(PATHS), ids=lambda path: path.__name__)
 def test_checkpointed_step_is_exact_and_counted_as_on_one_device(devices, path, early_stop):
     with set_checkpoint_early_stop(early_stop):
         assert_exact(path, devices)
@@ -525,9 +525,8 @@ def with_operators_of_the_merge(net, x):
 OPERATORS = ("cat", "stack", "mul", "addcmul", "add", "mean", "sum", "clone", "batch_norm", "group_norm", "")
 
 
-@pytest.mark.once("operator")
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("devices", device_lists(2, 4))
+@pytest.mark.parametrize("devices", device_lists(2, slow=[4]))
 def test_every_policy_has_the_gradients_of_one_device(devices, operator):
     plain, parallel = checkpointed_twins(with_operators_of_the_merge, devices, **saving(operator))
     # Torch refuses to save what counts a call. A norm that it saves counts a call twice, but its statistics once.

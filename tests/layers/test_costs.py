@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import KERNELS
+from conftest import every_kernel, slow
 from helpers import FORMATS, Net, as_devices, run_parts, saved_bytes, twins
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,14 +11,11 @@ from torch.utils._pytree import tree_leaves
 from sync_batchnorm.backends import BACKENDS, cpu
 from sync_batchnorm.meeting import Coordinator
 
-on_every_kernel = pytest.mark.parametrize("kernel", list(KERNELS), indirect=True)
-SHAPES = [(4, 8, 4, 4), (8, 512, 7, 7), (4, 64, 28, 28)]
 
-
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@on_every_kernel
-@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("shape", [(4, 8, 4, 4), (8, 512, 7, 7), *slow((4, 64, 28, 28))], ids=str)
+@every_kernel
 def test_layer_saves_no_more_bytes_than_that_of_torch(shape, kind):
     plain, parallel = twins(nn.BatchNorm2d(shape[1]), ["cpu"] * 2)
     data = torch.randn(shape).contiguous(memory_format=FORMATS[kind]).requires_grad_()
@@ -86,8 +83,7 @@ def test_large_inputs_take_no_memory_but_that_of_output_and_gradient(kernel, kin
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-@on_every_kernel
-@pytest.mark.usefixtures("kernel")
+@every_kernel
 def test_each_call_of_a_layer_is_one_exchange(replicas, monkeypatch):
     _, parallel = twins(nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4)), ["cpu"] * replicas)
     send, layers = Coordinator.send, []

@@ -28,6 +28,7 @@ CASES = [(["cpu"] * replicas, group_size) for replicas, group_size in SIZES]
 CASES += [pytest.param(p.values[0], 2, marks=p.marks, id=p.id) for p in device_lists(4) if p.id.startswith("cuda")]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("devices", "group_size"), CASES)
 def test_each_group_is_one_device_for_its_rows(devices, group_size):
     groups, parallel = grouped(nn.BatchNorm2d(3).double(), devices, group_size)

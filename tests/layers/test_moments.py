@@ -16,6 +16,7 @@ def whitening(net, input):
     return (input - mean.view(shape)) * (var.view(shape) + 0.1).rsqrt() + count
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("shape", [(6, 3), (7, 3, 4, 2)], ids=str)
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_moments_build_a_normalization_of_ones_own(devices, shape):
@@ -39,7 +40,7 @@ def test_moments_can_be_differentiated_any_number_of_times():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("has_autocast", [False, True])
-@pytest.mark.parametrize("devices", device_lists(1, 2))
+@pytest.mark.parametrize("devices", device_lists(2, slow=[1]))
 def test_moments_are_those_of_all_replicas_in_float32(devices, has_autocast, dtype):
     def noting(net, input):
         results.append(sync_moments(input, net.pipe))

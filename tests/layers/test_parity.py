@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import device_lists, every_kernel
+from conftest import device_lists, every_kernel, first_in_smoke, slow, usual_kernels
 from helpers import (
     WITHOUT_BIAS,
     TwoLayers,
@@ -15,8 +15,6 @@ from helpers import (
     twins,
 )
 from torch import nn
-
-pytestmark = every_kernel
 
 BATCHES = {
     "rows": (nn.BatchNorm1d, (16, 10)),
@@ -31,10 +29,13 @@ OPTIONS = [
     {"track_running_stats": False},
     *WITHOUT_BIAS,
 ]
+EMPTY = [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 2, 0), (0, 1, 1), (0, 0, 0)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("kind", BATCHES)
+@every_kernel
+@pytest.mark.parametrize("dtype", [torch.float64, *slow(torch.float32)], ids=["float64", "float32"])
+@pytest.mark.parametrize("kind", first_in_smoke(BATCHES))
+@pytest.mark.parametrize("devs", device_lists(1, 3, slow=[2, 4]))
 def test_step_is_that_of_the_whole_batch(devs, kind, dtype):
     layer, shape = BATCHES[kind]
     plain, parallel = twins(layer(shape[1]).to(dtype), devs)
@@ -42,7 +43,7 @@ def test_step_is_that_of_the_whole_batch(devs, kind, dtype):
         assert_same_step(plain, parallel, doubles(*shape, devices=devs).to(dtype))
 
 
-@pytest.mark.once("kernel")
+@usual_kernels
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("devices", device_lists(1, 3))
 def test_constructor_options_mean_what_they_mean_in_torch(devices, options):
@@ -52,7 +53,7 @@ def test_constructor_options_mean_what_they_mean_in_torch(devices, options):
     assert parallel.module.bias is None or options != {"bias": False}
 
 
-@pytest.mark.once("kernel")
+@usual_kernels
 @pytest.mark.parametrize("batch", [8, 4], ids=["two-a-replica", "one-a-replica"])
 def test_training_stays_equal_step_by_step(devs, batch):
     plain, parallel = twins(TwoLayers().double(), devs)
@@ -67,6 +68,7 @@ def test_training_stays_equal_step_by_step(devs, batch):
         assert_same_state(parallel, plain)
 
 
+@every_kernel
 @pytest.mark.parametrize("devices", device_lists(4))
 @pytest.mark.parametrize("sizes", [(16, 8), (2, 3, 4, 5), (1, 1, 9)], ids=str)
 def test_parts_of_chosen_sizes_are_weighted_by_elements(devices, sizes):
@@ -76,7 +78,8 @@ def test_parts_of_chosen_sizes_are_weighted_by_elements(devices, sizes):
     assert_same_parts(plain, parallel, parts)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@every_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.float64)], ids=["float32", "float64"])
 @pytest.mark.parametrize("kind", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_parts_may_differ_in_their_spatial_sizes(devices, dtype, kind):
     plain, parallel = twins(nn.BatchNorm2d(3).to(dtype), devices)
@@ -85,6 +88,7 @@ def test_parts_may_differ_in_their_spatial_sizes(devices, dtype, kind):
         assert_same_parts(plain, parallel, [part.to(dtype).contiguous(memory_format=kind) for part in parts])
 
 
+@every_kernel
 def test_one_value_in_each_replica_is_enough(devices):
     plain, parallel = twins(nn.BatchNorm1d(2, momentum=1.0, affine=False), devices)
     output = parallel(torch.tensor([[3.0, -1.0], [5.0, 2.0]], device=as_devices(devices)[0])).cpu()
@@ -95,6 +99,7 @@ def test_one_value_in_each_replica_is_enough(devices):
     assert_equal(parallel.module.running_var.cpu(), torch.tensor([2.0, 4.5]), "running variance", 1e-6)
 
 
+@every_kernel
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")], ids=str)
 def test_frozen_parameters_get_no_gradient(devices, frozen):
     plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
@@ -105,7 +110,7 @@ def test_frozen_parameters_get_no_gradient(devices, frozen):
     assert all(getattr(parallel.module, name).grad is None for name in frozen)
 
 
-@pytest.mark.once("kernel")
+@usual_kernels
 @pytest.mark.parametrize("momentum", [None, 0.0, 1.0, 0.1], ids=str)
 @pytest.mark.parametrize("devices", device_lists(3))
 def test_running_statistics_follow_after_a_reset_and_an_empty_batch(devices, momentum):
@@ -117,20 +122,24 @@ def test_running_statistics_follow_after_a_reset_and_an_empty_batch(devices, mom
     assert_same_step(plain, parallel, doubles(4, 3, devices=devices))
 
 
+@every_kernel
 @pytest.mark.parametrize("devices", device_lists(3))
-@pytest.mark.parametrize("sizes", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 2, 0), (0, 1, 1), (0, 0, 0)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("sizes", first_in_smoke(EMPTY), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.float64)], ids=["float32", "float64"])
 def test_empty_replicas_take_part(devices, sizes, dtype):
     plain, parallel = twins(nn.BatchNorm2d(3).to(dtype), devices)
     assert_same_parts(plain, parallel, [torch.randn(size, 3, 2, 2, dtype=dtype) for size in sizes])
 
 
+@every_kernel
 def test_empty_images_are_an_empty_batch(devices):
     plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
     assert_same_step(plain, parallel, doubles(2, 3, 0, 2, devices=devices))
 
 
+@every_kernel
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("devs", device_lists(1, 3, slow=[2, 4]))
 def test_training_mode_without_gradients_updates_running_statistics(devs, mode):
     plain, parallel = twins(nn.BatchNorm1d(3).double(), devs)
     data = doubles(6, 3, devices=devs)

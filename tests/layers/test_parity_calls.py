@@ -3,6 +3,7 @@
 import os
 import random
 
+import pytest
 import torch
 from conftest import usual_kernels
 from helpers import Net, TwoLayers, assert_equal, assert_same_state, assert_same_step, doubles, twins
@@ -17,6 +18,7 @@ def pyramid(net, input):
     return torch.cat([net.bn(net.conv(level)).flatten(1) for level in levels], 1)
 
 
+@pytest.mark.smoke
 def test_one_layer_called_three_times_keeps_its_calls_apart(devs):
     plain, parallel = twins(Net(pyramid, conv=nn.Conv2d(3, 3, 1), bn=nn.BatchNorm2d(3)).double(), devs)
     for _ in range(2):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from conftest import KERNELS
+from conftest import every_kernel, first_in_smoke, slow
 from helpers import FORMATS, TOLERANCES, Net, as_devices, assert_equal, run_parts, twins
 from torch import nn
 
@@ -18,13 +18,9 @@ ROUNDING = 2e-7  # what float32 rounds off a number near one, whoever computes i
 SUMS = 5e-6  # what sums over channels_last lose, which the operators of torch add up row by row in float32
 
 
-def on_every_kernel(test, names=tuple(KERNELS)):
-    return pytest.mark.usefixtures("kernel")(pytest.mark.parametrize("kernel", names, indirect=True)(test))
-
-
-def on_the_cpu(test):
-    """Run a test with the fast statistics and the exact ones; nobody knows what torch has on devices of other kinds."""
-    return on_every_kernel(test, ["fast", "exact"])
+# The fast statistics and the exact ones; nobody knows what torch has on devices of other kinds.
+on_the_cpu = pytest.mark.parametrize("kernel", ["fast", "exact"], indirect=True)
+usual_on_the_cpu = pytest.mark.parametrize("kernel", ["fast", *slow("exact")], indirect=True)
 
 
 def channels(size):
@@ -87,19 +83,18 @@ class Errors:
 SIZES = {"small": (8, 16, 6, 5), "medium": (8, 16, 32, 32), "large": (8, 8, 96, 96)}
 
 
-@pytest.mark.parametrize("parts", [[4, 4], [5, 3], [2, 2, 2, 2], [1] * 8], ids=str)
+@pytest.mark.parametrize("parts", [[5, 3], *slow([4, 4], [2, 2, 2, 2], [1] * 8)], ids=str)
 @pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("ratio", first_in_smoke(RATIOS), ids=lambda ratio: f"{ratio:g}")
+@pytest.mark.parametrize("size", ["small", "medium", *slow("large")])
 def test_step_is_as_exact_as_that_of_one_device(size, ratio, memory_format, parts):
     data = noise(*SIZES[size]) + ratio * channels(SIZES[size][1])
     Errors(data, parts, FORMATS[memory_format]).check()
 
 
-@pytest.mark.once("memory_format", "size")
-@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("memory_format", ["contiguous", *slow("channels_last")])
 @pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
-@pytest.mark.parametrize("size", ["medium", "large"])
+@pytest.mark.parametrize("size", ["large", *slow("medium")])
 def test_upstream_gradient_that_follows_the_input_leaves_gradients_as_exact(size, ratio, memory_format):
     data = noise(*SIZES[size]) + ratio * channels(SIZES[size][1])
     errors = Errors(data, [4, 4], FORMATS[memory_format], follows=True)
@@ -143,15 +138,15 @@ ADVERSARIES = {
 }
 
 
-@on_the_cpu
+@usual_on_the_cpu
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("make", ADVERSARIES.values(), ids=ADVERSARIES)
 def test_data_that_mislead_leave_the_step_as_exact(make, memory_format):
     Errors(make(), [4, 4], FORMATS[memory_format]).check()
 
 
-@on_every_kernel
-@pytest.mark.parametrize("value", [0.0, 1e6, -1e-6], ids=str)
+@every_kernel
+@pytest.mark.parametrize("value", [0.0, 1e6, *slow(-1e-6)], ids=str)
 @pytest.mark.parametrize("memory_format", FORMATS)
 def test_constant_batch_gives_the_bias_and_no_negative_variance(value, memory_format):
     _, parallel = twins(nn.BatchNorm2d(3, momentum=1.0), ["cpu"] * 2)
@@ -200,8 +195,8 @@ def test_results_are_bitwise_the_same_whatever_the_order_of_arrival(order, monke
         assert torch.equal(first, second)
 
 
-@on_the_cpu
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
+@usual_on_the_cpu
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, *slow(-torch.inf)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_value_that_is_not_finite_spoils_the_statistics_as_in_torch(kind, dtype, value):
@@ -219,7 +214,7 @@ OVERFLOWS = [(torch.float32, value) for value in (1e20, 1e25, 1e30, 3e38)]
 OVERFLOWS += [(torch.bfloat16, 1e25), (torch.bfloat16, 3e38), (torch.float64, 1e160), (torch.float64, 1e300)]
 
 
-@on_the_cpu
+@usual_on_the_cpu
 @pytest.mark.parametrize(("dtype", "value"), OVERFLOWS, ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_variance_that_overflows_is_infinite_and_leaves_the_bias(kind, dtype, value):

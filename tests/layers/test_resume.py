@@ -5,13 +5,11 @@ import io
 
 import pytest
 import torch
-from conftest import every_kernel
+from conftest import first_in_smoke, slow, usual_kernels
 from helpers import FORMATS, randomize
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
-
-pytestmark = [*every_kernel, pytest.mark.once("kernel", "kind")]
 
 UNUSUAL = {
     "usual": 1.0,
@@ -35,8 +33,9 @@ def step(parallel, optimizer, batch, grad):
     return [output.detach(), input.grad, *grads, *(tensor.clone() for tensor in parallel.state_dict().values())]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("unusual", UNUSUAL)
+@usual_kernels
+@pytest.mark.parametrize("kind", ["contiguous", *slow("channels_last")])
+@pytest.mark.parametrize("unusual", first_in_smoke(UNUSUAL))
 def test_run_that_is_resumed_after_an_unusual_batch_is_the_uninterrupted_one(unusual, kind):
     model = randomize(nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()))
     pairs = [(torch.randn(5, 4, 9, 9) + 0.5, torch.randn(5, 6, 7, 7)) for _ in range(4)]

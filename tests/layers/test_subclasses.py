@@ -62,7 +62,7 @@ def assert_same_on_leaves(plain: nn.Module, parallel: nn.Module, devices: Any, d
 
 @ACTIVATIONS
 @pytest.mark.parametrize("where", ["input", "model"])
-@pytest.mark.parametrize("devices", device_lists(1, 2, 3))
+@pytest.mark.parametrize("devices", device_lists(3, slow=[1, 2]))
 def test_step_on_a_subclass_from_outside_or_inside_of_the_model_equals_one_device(devices, where, activation):
     inside = where == "model"
     plain, parallel = twins(making(activation, *([with_meta] if inside else [])).double(), devices)

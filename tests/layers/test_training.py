@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import device_lists, usual_kernels
+from conftest import device_lists, slow, usual_kernels
 from helpers import (
     FORMATS,
     TOLERANCES,
@@ -37,7 +37,7 @@ LOW = [torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("cast_module", [True, False], ids=["module-too", "input-only"])
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("devices", device_lists(2, 3))
+@pytest.mark.parametrize("devices", device_lists(2, slow=[3]))
 def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices, kind, dtype, cast_module):
     plain, parallel = twins(nn.BatchNorm2d(5).to(dtype if cast_module else torch.float32), devices)
     exact = copy.deepcopy(plain).float()
@@ -62,6 +62,7 @@ def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices,
         )
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_autocast_around_the_wrapper_is_autocast_around_the_net(devices, dtype):
@@ -86,7 +87,7 @@ def test_autocast_around_the_wrapper_is_autocast_around_the_net(devices, dtype):
 
 @pytest.mark.parametrize("inside", [*LOW, torch.float32], ids=str)
 @pytest.mark.parametrize("outside", [None, *LOW], ids=str)
-@pytest.mark.parametrize("cast_module", [True, False], ids=["module-too", "input-only"])
+@pytest.mark.parametrize("cast_module", [True, *slow(False)], ids=["module-too", "input-only"])
 def test_layer_under_autocast_takes_any_input(outside, inside, cast_module):
     plain, parallel = twins(nn.BatchNorm1d(3).to(inside if cast_module else torch.float32), ["cpu"] * 2)
     data = torch.randn(6, 3).to(inside)
@@ -133,7 +134,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("of_grad", FORMATS)
 @pytest.mark.parametrize("of_input", FORMATS)
-@pytest.mark.parametrize("devices", device_lists(1, 2))
+@pytest.mark.parametrize("devices", device_lists(2, slow=[1]))
 def test_formats_are_kept_and_change_no_value(devices, of_input, of_grad, shape):
     layer = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm3d
     formats = {"contiguous": torch.contiguous_format, "channels_last": CHANNELS_LAST[len(shape)]}
@@ -216,9 +217,9 @@ def strides(net, input):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (2, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *slow(torch.float64)], ids=str)
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+@pytest.mark.parametrize("eps_mode", ["plus", *slow("clamp")])
 def test_channels_last_is_kept_for_a_single_image(devices, eps_mode, checkpoints, dtype, sizes):
     net = Net(strides, bn=SynchronizedBatchNorm2d(5, eps_mode=eps_mode), checkpoints=checkpoints, seen=[])
     net.to(as_devices(devices)[0], dtype)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from conftest import first_in_smoke
 from repository import PACKAGE, PAGES, ROOT, blocks_of
 
 import sync_batchnorm
@@ -49,7 +50,7 @@ KEPT: list[types.ModuleType] = []  # a group of gloo that ends while its thread 
 OPTIONAL = {"matplotlib", "sklearn", "timm", "torchvision", "tqdm"}  # what a page may use without saying so
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", first_in_smoke(PAGES), ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("_clean_room")
 @pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")  # what a page says for GPUs
 def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch):
@@ -101,6 +102,7 @@ def test_training_loop_of_the_readme_runs_before_and_after_the_change(removed: s
     assert isinstance(net[1], sync_batchnorm.SynchronizedBatchNorm1d) == (removed == "-")
 
 
+@pytest.mark.smoke
 def test_reference_is_what_the_docstrings_say():
     reference = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["reference"]()
     assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == reference, "run: python docs/make_api.py"

@@ -49,7 +49,7 @@ def world_of(size: int, base: Path) -> tuple[Path, str]:
         return folder, file.read()
 
 
-CASES = [(2, name) for name in CHECKS if name not in SLOW]
+CASES = [pytest.param(2, name, marks=pytest.mark.smoke) for name in CHECKS if name not in SLOW]
 CASES += [pytest.param(3, name, marks=pytest.mark.slow) for name in CHECKS]
 
 

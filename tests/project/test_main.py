@@ -22,6 +22,7 @@ LIBRARY = ["parity in float32", "parity in float64"]
 # The report.
 
 
+@pytest.mark.smoke
 def test_report_of_this_machine_is_all_right(devices, capsys):
     names = list(map(str, as_devices(devices)))
     status = command.main(["--devices", ",".join(names)])

@@ -53,6 +53,7 @@ class Takes(nn.Module):
         return None
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", LISTS)
 def test_list_that_certainly_has_an_entry_for_each_sample_is_named_once(kind):
     args, kwargs, found, remedy = LISTS[kind]

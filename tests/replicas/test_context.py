@@ -38,6 +38,7 @@ def noting(net: nn.Module, input: Tensor) -> Tensor:
     return output
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("way", WRAPPERS)
 def test_replicas_see_the_variables_of_their_caller_and_set_their_own(way):
     variable.set(5)

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from conftest import slow
 from helpers import Net, as_devices, assert_equal, assert_same_gradient, assert_same_step, doubles, twins
 from torch import nn
 
@@ -30,7 +31,6 @@ def run(layer, input):
     return layer(input[:, None])[0][:, 0] if isinstance(layer, nn.RNN) else layer(input)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
 @pytest.mark.parametrize("move", MOVES.values(), ids=list(MOVES))
 def test_layer_of_a_replica_stays_on_its_device_and_says_nothing(devices, move, layer):
@@ -95,7 +95,7 @@ SET = {
 
 @pytest.mark.parametrize("names", [["weight"], ["bias"], ["weight", "bias"], ["running_mean"]], ids="-".join)
 @pytest.mark.parametrize("way", ["dictionary", "deleted"])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, *slow(False)])
 def test_tensor_that_forward_puts_into_the_dictionary_of_a_layer_is_used(devices, training, way, names):
     def forward(net, input):
         for name in names:

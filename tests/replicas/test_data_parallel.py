@@ -25,6 +25,7 @@ ARGUMENTS = {  # the number of devices, what the wrapper gets, and what each rep
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ARGUMENTS)
 def test_every_replica_gets_its_part_of_the_arguments(kind):
     number, args, kwargs, expected = ARGUMENTS[kind]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import CUDA_COUNT, device_lists
+from conftest import CUDA_COUNT, device_lists, first_in_smoke, slow
 from helpers import Net, as_devices, assert_same_state, assert_same_tree, doubles, randomize
 from torch import Tensor, nn
 
@@ -267,7 +267,7 @@ def assert_steps_equal(
         assert_same_state(parallel, plain)
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", first_in_smoke(CASES))
 @pytest.mark.parametrize("rows", [5, 7])
 def test_program_equals_one_device_in_three_steps(devices, rows, kind):
     assert_steps_equal(CASES[kind], devices, rows)
@@ -287,7 +287,7 @@ def test_wrapper_of_every_origin_knows_the_dimensions(devices, way, kind):
 
 
 @pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 3, *slow(2)])
 @pytest.mark.parametrize("devices", device_lists(1, 4))
 def test_one_device_and_fewer_rows_than_devices(devices, rows, kind):
     assert_steps_equal(CASES[kind], devices, rows, training=False)

@@ -78,6 +78,7 @@ def keep(net: Any, output: Tensor) -> None:
 UNLESS = "unless each forward pass sets it before it reads it, state is lost: forward() of"
 
 
+@pytest.mark.smoke
 def test_numbers_strings_and_buffers_that_a_replica_loses_are_named_once(devices):
     inner = Counting(count)
     model = nn.Sequential(inner, Counting(keep)).to(as_devices(devices)[0])

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from conftest import device_lists
+from conftest import device_lists, slow
 from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
 from scripted import OwnForward, Scripted, batch
 from torch import nn
@@ -113,7 +113,7 @@ INNER = {
 
 
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("mode", [torch.enable_grad, *slow(torch.no_grad)])
 @pytest.mark.parametrize("has_statistics", [True, False])
 def test_wrapper_whose_layers_use_the_batch_and_that_is_no_part_of_the_model_is_refused(
     wrap, inner, mode, has_statistics
@@ -158,9 +158,15 @@ def test_compiled_submodules_are_refused_and_stay_whole(devices):
 
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of what the compiler leaves alone
-@pytest.mark.once("whole", "devices")
-@pytest.mark.parametrize("whole", [True, False], ids=["torch.compile", "compile"])
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu"] * 2], ids=["1", "2"])  # Simulated GPUs cannot be compiled for.
+@pytest.mark.parametrize(
+    ("devices", "whole"),  # Simulated GPUs cannot be compiled for.
+    [
+        pytest.param(["cpu"], True, id="1-torch.compile"),
+        pytest.param(["cpu"] * 2, False, id="2-compile"),
+        pytest.param(["cpu"], False, id="1-compile", marks=pytest.mark.slow),
+        pytest.param(["cpu"] * 2, True, id="2-torch.compile", marks=pytest.mark.slow),
+    ],
+)
 def test_wrappers_may_be_compiled(devices, whole):
     torch.compiler.reset()
     plain, parallel = twins(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), devices)

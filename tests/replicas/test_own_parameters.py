@@ -75,6 +75,7 @@ def test_penalty_over_parameters_of_a_replica_has_the_value_and_the_gradients_of
             assert_same_penalty(plain, parallel, doubles(8, 3, devices=devices))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("way", WRAPPERS)
 def test_penalty_is_right_in_every_wrapper(way):
     plain = All(penalty).double()

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from conftest import slow
 from helpers import as_devices, assert_same_step, doubles, twins
 from scripted import TorchStyle
 from torch import nn
@@ -33,6 +34,7 @@ class Registering(nn.Module):
         return input
 
 
+@pytest.mark.smoke
 def test_callbacks_run_on_every_copy_and_share_a_context_with_their_copies(devs):
     calls = []
     net = nn.Sequential(Registering(calls), nn.Linear(3, 3), nn.ModuleDict({"inner": Registering(calls)})["inner"])
@@ -177,7 +179,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("place", FAILURES)
+@pytest.mark.parametrize("place", ["before", "instead", *slow("after")])
 @every_wrapping
 @every_call
 def test_failures_of_what_calls_a_replica_name_it_and_release_the_others(cls, called, place, devices):
@@ -212,6 +214,7 @@ class Copying(TorchStyle):
 COPIES = {"itself": lambda parallel: parallel, "copy": copy.deepcopy, "pickle": lambda p: pickle.loads(pickle.dumps(p))}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("cls", [Replicating, Reducing, Copying])
 def test_patched_wrapper_and_its_copies_synchronize_whatever_the_class_defines(cls, how):

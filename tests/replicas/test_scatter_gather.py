@@ -141,6 +141,7 @@ def returning(first, others, devices):
     return DataParallelWithCallback(net, devices)(torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_replicas_that_return_unlike_outputs_are_named(devices, kind):
     *outputs, found = UNLIKE[kind]

@@ -169,6 +169,7 @@ def returned(make, x, devices):
     return DataParallelWithCallback(Net(lambda net, x: make(x)), devices)(x)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", TREES)
 @on_devices
 def test_trees_of_every_kind_are_cut_and_put_together(devices, kind):

@@ -80,6 +80,7 @@ def test_recomputation_draws_what_its_forward_pass_has_drawn(devices, draw, how)
         assert_equal(ours, expected, tolerance=1e-12)
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("many_switches")
 @shared_devices
 def test_one_seed_gives_one_result(devices):
@@ -151,6 +152,7 @@ def logging(timeout: float = 5.0, **steps: Any) -> tuple[DataParallelWithCallbac
     return parallel, (torch.randn(6, 3), torch.arange(3).repeat_interleave(2))
 
 
+@pytest.mark.smoke
 def test_one_replica_runs_at_a_time_the_lowest_that_can_first():
     parallel, inputs = logging()
     parallel(*inputs)

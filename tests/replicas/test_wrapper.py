@@ -28,6 +28,7 @@ from sync_batchnorm import (
 from sync_batchnorm.wrapper.data_parallel import AnyDeviceDataParallel
 
 
+@pytest.mark.smoke
 def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):
     _, parallel = twins(TwoLayers().double(), devs)
     before = {name: (buffer, buffer.data_ptr()) for name, buffer in parallel.module.named_buffers()}

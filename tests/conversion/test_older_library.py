@@ -1,0 +1,363 @@
+"""What was written for the older library, or for a copied folder, works here, or is refused in one sentence."""
+
+import ast
+import copy
+import importlib
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from helpers import TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles, in_threads
+from repository import PACKAGE, ROOT, copy_without_caches
+from scripted import WRAPPERS, TorchStyle
+from torch import nn
+
+import sync_batchnorm
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm2d, convert_model, patch_replication_callback
+from sync_batchnorm.comm import SyncMaster
+from sync_batchnorm.wrapper.data_parallel import AnyDeviceDataParallel
+
+PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+LINES = [  # found in an index of public GitHub files; they work here, without the folder in front of the name
+    "import sync_batchnorm as syncBN",
+    "from . import sync_batchnorm as sync_bn",
+    "from models.networks import sync_batchnorm  # noqa",
+    "from sync_batchnorm.batchnorm import SynchronizedBatchNorm2d",
+    "from .sync_batchnorm import DataParallelWithCallback",
+    "from modeling.sync_batchnorm.batchnorm import patch_sync_batchnorm, convert_model",
+    "from networks.sync_batchnorm.replicate import DataParallelWithCallback, DataParallel",
+    "from model.sync_batchnorm.replicate import *",
+]
+OTHERS = [
+    "from .sync_batchnorm_kernel import f",
+    "from utils import sync_batchnorm_2",
+    "from models import resnet, sync_batchnorm",
+    "from . import sync_batchnorm, resnet",
+    "from apex.parallel.sync_batchnorm import SyncBatchNorm",
+    "import torch",
+]
+MISSING = [  # The page says what to write instead.
+    "from sync_batchnorm.unittest import TorchTestCase",
+    "from sync_batchnorm.batchnorm_reimpl import BatchNorm2dReimpl",
+    "from sync_batchnorm import _SynchronizedBatchNorm",
+    "from sync_batchnorm.batchnorm import _ChildMessage, _sum_ft, _unsqueeze_ft",
+]
+LAYERS = (
+    "SynchronizedBatchNorm1d SynchronizedBatchNorm2d SynchronizedBatchNorm3d set_sbn_eps_mode patch_sync_batchnorm "
+)
+LAYERS += "convert_model"
+WRAPPER = "DataParallelWithCallback patch_replication_callback"
+NAMES = {  # what the modules of the older library have in their `__all__`, and its package by its imports
+    "sync_batchnorm": f"{LAYERS} {WRAPPER}",
+    "sync_batchnorm.batchnorm": LAYERS,
+    "sync_batchnorm.replicate": f"{WRAPPER} CallbackContext execute_replication_callbacks",
+    "sync_batchnorm.comm": "SlavePipe SyncMaster",
+}
+
+
+def names_of(line: str) -> dict[str, Any]:
+    """Return what an import line defines."""
+    namespace: dict[str, Any] = {}
+    exec(line, namespace)
+    return namespace
+
+
+def test_import_lines_work_after_the_command_of_the_page_and_others_stay(tmp_path):
+    (command,) = re.findall(r"^```bash\n(grep .+?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    text = "\n".join([*LINES, *OTHERS, *(f"    {line}" for line in LINES), ""])
+    folders = ["", "models/networks", "apex/parallel", ".venv", "env/lib/site-packages/other"]
+    files = [tmp_path / folder / "a net.py" for folder in folders]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    if result.returncode and sys.platform != "linux":
+        pytest.skip(f"the command wants GNU grep and sed: {result.stderr}")
+    assert result.returncode == 0, result.stderr
+    edited, *others = [file.read_text() for file in files]
+    assert others == [edited, text, text, text]
+    lines = edited.splitlines()[: len(LINES)]
+    assert edited.splitlines()[len(LINES) :] == [*OTHERS, *(f"    {line}" for line in lines)]
+    for line, before in zip(lines, LINES, strict=True):
+        assert re.match(r"(from|import) (sync_batchnorm.*)", line)[2] in before
+        assert names_of(line).get("DataParallel", nn.DataParallel) is nn.DataParallel
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("module", NAMES)
+def test_modules_give_all_that_those_of_the_older_library_list(module):
+    found = names_of(f"from {module} import *")
+    assert all(found[name] is getattr(sync_batchnorm, name) for name in NAMES[module].split())
+
+
+@pytest.mark.parametrize("line", MISSING)
+def test_what_is_not_here_is_named_with_what_to_write_instead(line):
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", PAGE.split("### What to write instead")[1].split("###")[0], re.M)
+    assert all(any(f"`{alias.name}" in row for row in rows) for alias in ast.parse(line).body[0].names)
+    with pytest.raises(ImportError):
+        exec(line, {})
+
+
+# Imports that cannot work: what stands before the import, the torch that is there, the error.
+
+HERE = rf"for sync_batchnorm {re.escape(sync_batchnorm.__version__)}, but got"
+OLD_PYTHON = 'import sys; sys.version_info, sys.version = (3, 9, 18), "3.9.18 (main)"'
+PYTHON = rf"ImportError: expected Python 3.11 or newer {HERE} Python 3.9.18 \(\S+\); run it with a newer Python"
+TORCH = (
+    rf"ImportError: expected torch 2.8 or newer {HERE} torch {{}} \(\S+torch/__init__.py\); run: pip install --up.*8'"
+)
+ACCEPTED = r"ImportError: cannot import name .+|ModuleNotFoundError: No module named 'torch\..+"  # in the next import
+BROKEN = "raise ImportError('libcudart.so.12: cannot open shared object file')"
+IMPORTS = [
+    (OLD_PYTHON, "", PYTHON),
+    *(("", f"__version__ = '{old}'", TORCH.format(re.escape(old))) for old in ("0.4.1", "1.13.1+cu117", "2.7.1")),
+    *(("", f"__version__ = '{new}'", ACCEPTED) for new in ("2.8.0", "2.8.0a0+git1a2b3c4", "2.10.1+cpu", "3.0.0")),
+    ("", BROKEN, "ImportError: libcudart.so.12: cannot open shared object file"),
+]
+
+
+@pytest.mark.parametrize(("before", "torch_file", "error"), IMPORTS)
+def test_import_that_cannot_work_ends_with_one_sentence(before, torch_file, error, tmp_path):
+    copy_without_caches(PACKAGE, tmp_path / "sync_batchnorm")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(torch_file)
+    command = [sys.executable, "-B", "-S", "-c", f"{before}\nimport sync_batchnorm"]  # without installed packages
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert re.fullmatch(error, result.stderr.splitlines()[-1])
+    if " expected " in error:
+        files = [file for file in re.findall(r'^  File "(.+?)"', result.stderr, re.M) if "importlib" not in file]
+        assert files == ["<string>", str(tmp_path / "sync_batchnorm" / "__init__.py")]
+        assert result.stderr.count("Traceback") == 1
+
+
+def test_older_python_can_parse_the_file_that_refuses_it():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(), feature_version=(3, 7))  # the oldest that can be asked for
+    first = next(i for i, node in enumerate(tree.body) if isinstance(node, ast.If))
+    assert "version_info" in ast.unparse(tree.body[first].test)
+    assert [ast.unparse(node) for node in tree.body[1:first]] == ["import sys", ast.unparse(tree.body[2])]
+
+
+# A copy of the folder, inside of a package of a project; alone, and beside this package.
+
+INSIDE = "models.networks.sync_batchnorm"
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """Import a copy as where this package is not."""
+    root = tmp_path_factory.mktemp("project")
+    copy_without_caches(PACKAGE, root / "models" / "networks" / "sync_batchnorm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]:
+            patch.setitem(sys.modules, name, None)
+        package = importlib.import_module(INSIDE)
+    yield package
+    for name in [name for name in sys.modules if name.partition(".")[0] == "models"]:
+        del sys.modules[name]
+
+
+def test_copy_inside_of_a_package_has_a_version_and_the_modules_that_older_code_imports(copied):
+    assert copied.__version__ == sync_batchnorm.__version__
+    for name, number in (("batchnorm", 11), ("comm", 3), ("replicate", 4)):
+        older = sys.modules[f"{INSIDE}.{name}"]
+        public = set(copied.__all__) & set(dir(older))
+        assert len(public) == number
+        assert all(getattr(copied, each) is getattr(older, each) for each in public)
+
+
+def test_pickles_of_a_copy_name_its_place_and_its_state_is_that_of_torch(copied):
+    plain, model = (nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()).double() for _ in range(2))
+    copied.convert_model(model).load_state_dict(plain.state_dict())
+    parallel = copied.DataParallelWithCallback(model, ["cpu"] * 2)
+    assert_same_step(plain, parallel, doubles(4, 3))
+    layers, wrapper = f"{INSIDE}.layers.layer".encode(), f"{INSIDE}.wrapper.data_parallel".encode()
+    for module, places in ((model, {layers}), (parallel, {layers, wrapper})):
+        pickled = pickle.dumps(module)
+        assert set(re.findall(rb"[a-z_.]*sync_batchnorm[\w.]*", pickled)) == places
+        loaded = pickle.loads(pickled)
+        assert type(loaded) is type(module)
+        assert all(map(torch.equal, loaded.buffers(), model.buffers()))
+
+
+class OlderLayer(nn.BatchNorm1d):
+    """Puts a master into the context as a layer of the older library does."""
+
+    Master = type("SyncMaster", (), {"__module__": "their.norms.comm"})
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        ctx.sync_master = self.Master()
+
+
+MIXED = [  # the layer, its package, and the package of the wrapper
+    ("1 (SynchronizedBatchNorm1d)", "sync_batchnorm", INSIDE),
+    ("1 (SynchronizedBatchNorm1d)", INSIDE, "sync_batchnorm"),
+    ("the module itself (SynchronizedBatchNorm1d)", INSIDE, "sync_batchnorm"),
+    ("1 (OlderLayer)", "their.norms", "sync_batchnorm"),
+]
+
+
+@pytest.mark.usefixtures("copied")
+@pytest.mark.parametrize(("named", "package", "other"), MIXED)
+def test_layers_of_another_package_are_refused_at_once_where_replicas_take_turns(devices, named, package, other):
+    is_alone, is_older = "itself" in named, "Older" in named
+    devices = ["cpu"] * 2 if is_alone or is_older else devices  # On distinct GPUs, older layers would wait.
+    layer = (OlderLayer if is_older else nn.BatchNorm1d)(3)
+    plain = (layer if is_alone else nn.Sequential(nn.Linear(3, 3), layer)).double().to(as_devices(devices)[0])
+    model, batch, called = copy.deepcopy(plain), doubles(6, 3, devices=devices), []
+    model = model if is_older else sys.modules[package].convert_model(model)
+    wrap = partial(sys.modules[other].DataParallelWithCallback, device_ids=devices)
+    parallel = (WRAPPERS["patched"] if is_alone else wrap)(model)
+    if are_distinct_gpus(devices):  # where replicas run at once
+        assert_same_step(plain, parallel, batch)
+        return
+    for module in parallel.module.modules():
+        module.register_forward_pre_hook(lambda *_: called.append(1))
+    text = re.escape(
+        f"expected layers and wrapper of one package, but got {named} of {package} in a wrapper of {other},"
+    )
+    with pytest.raises(RuntimeError, match=f"^{text} whose replicas on one device run one at a time"):
+        parallel(batch)
+    assert called == []  # A layer that has begun could wait.
+    assert all(map(torch.equal, parallel.module.state_dict().values(), plain.state_dict().values()))
+    torch.testing.assert_close(parallel.eval()(batch), plain.eval()(batch))  # Then nothing is exchanged.
+
+
+def test_layers_of_a_copy_train_in_replicas_that_run_at_once(copied):
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    parallel = patch_replication_callback(TorchStyle(copied.convert_model(copy.deepcopy(plain)), 2))
+    assert_same_step(plain, parallel, doubles(5, 3))
+
+
+# What public projects do with the older library.
+
+
+def data_parallel(module: nn.Module, devices: Sequence[Any]) -> nn.DataParallel:
+    """Return the `nn.DataParallel` that is there before it is patched."""
+    if are_distinct_gpus(devices):
+        return nn.DataParallel(module, devices)
+    parallel, synchronized = nn.DataParallel(nn.Identity()), DataParallelWithCallback(module, devices)
+    for name in ("module", "device_ids", "output_device", "dim", "src_device_obj"):
+        setattr(parallel, name, getattr(synchronized, name))
+    return parallel
+
+
+def patched(parallel: nn.DataParallel) -> nn.DataParallel:
+    patch_replication_callback(parallel)  # The older one returns nothing.
+    return parallel
+
+
+class OwnSteps(AnyDeviceDataParallel):
+    def scatter(self, inputs, kwargs, device_ids):
+        self.used = ["scatter"]
+        parts = inputs[0].split([5, 2])
+        return [[part.to(device)] for part, device in zip(parts, as_devices(device_ids), strict=True)], [{}, {}]
+
+    def gather(self, outputs, output_device):
+        self.used.append("gather")
+        return torch.cat([output.to(as_devices([output_device])[0]) for output in outputs])
+
+
+class OwnCallbacks(AnyDeviceDataParallel):
+    def replicate(self, module, device_ids):
+        modules = super().replicate(module, device_ids)
+        sync_batchnorm.execute_replication_callbacks(modules)
+        return modules
+
+    def parallel_apply(self, replicas, inputs, kwargs):  # as torch does, which needs distinct GPUs
+        if are_distinct_gpus(self.device_ids):
+            return super().parallel_apply(replicas, inputs, kwargs)
+        return in_threads(*[partial(replica, *args) for replica, args in zip(replicas, inputs, strict=True)])
+
+
+WAYS: dict[str, Callable[[nn.Module, Sequence[Any]], nn.DataParallel]] = {
+    "wrapped": lambda module, devices: DataParallelWithCallback(module, device_ids=devices),
+    "patched": lambda module, devices: patched(data_parallel(module, devices)),
+    "converted": lambda module, devices: convert_model(data_parallel(module, devices)),
+    "scatter and gather of its own": lambda module, devices: patched(OwnSteps(module, devices)),
+    "callbacks of its own": OwnCallbacks,
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("way", WAYS)
+def test_model_trains_in_every_wrapper_as_on_one_device(devices, way):
+    plain = TwoLayers().double().to(as_devices(devices)[0])
+    parallel = WAYS[way](convert_model(copy.deepcopy(plain)), devices)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(7, 3, 6, 6, devices=devices))
+    assert getattr(parallel, "used", ["scatter", "gather"]) == ["scatter", "gather"]
+
+
+# What the older library has saved.
+
+
+def bare(cls: type) -> Any:
+    """Make the object that the rest of a pickle fills."""
+    return cls.__new__(cls)
+
+
+class OldMaster:
+    """Pickled as a `SyncMaster` of the older library is: with the method of the layer that it calls."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __reduce__(self) -> Any:
+        return bare, (SyncMaster,), {"master_callback": self.layer._data_parallel_master}
+
+
+class OldLayer(SynchronizedBatchNorm2d):
+    """Pickled as a layer of the older library is, with the attributes by which that one synchronizes."""
+
+    def _data_parallel_master(self, intermediates: Any) -> None:
+        """Only its name is in the pickle."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        attributes = {"_sync_master": OldMaster(self), "_is_parallel": False, "_parallel_id": None, "_slave_pipe": None}
+        return bare, (SynchronizedBatchNorm2d,), self.__dict__ | attributes
+
+
+def convolution(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), norm).double()
+
+
+@pytest.mark.parametrize("package", ["sync_batchnorm", "modeling.sync_batchnorm"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_whole_model_of_the_older_library_loads_and_trains_on(wrapped, package, monkeypatch):
+    plain, old = convolution(nn.BatchNorm2d(4)), convolution(OldLayer(4))
+    plain(doubles(4, 3, 5, 5))
+    old.load_state_dict(plain.state_dict())
+    data = pickle.dumps(DataParallelWithCallback(old, []) if wrapped else old, protocol=2)  # that of `torch.save`
+    places = {"layers.layer": "batchnorm", "meeting.pipes": "comm", "wrapper.data_parallel": "replicate"}
+    for place, older in places.items():  # of the classes here, and in the older library
+        assert (f"csync_batchnorm.{place}".encode() in data) is (wrapped or older != "replicate")
+        data = data.replace(f"csync_batchnorm.{place}".encode(), f"c{package}.{older}".encode())
+        monkeypatch.setitem(sys.modules, f"modeling.sync_batchnorm.{older}", sys.modules[f"sync_batchnorm.{older}"])
+    monkeypatch.setitem(sys.modules, "modeling", ModuleType("modeling"))
+    model = pickle.loads(data)
+    model = model.module if wrapped else model
+    assert type(model[1]) is SynchronizedBatchNorm2d
+    assert_same_step(plain, DataParallelWithCallback(model, ["cpu"] * 2), doubles(5, 3, 5, 5))
+    assert b"sync_batchnorm" not in pickle.dumps(sync_batchnorm.revert_model(model))
+
+
+def test_checkpoint_with_the_sums_of_an_older_layer_loads_strictly():
+    plain, model = convolution(nn.BatchNorm2d(4)), convert_model(convolution(nn.BatchNorm2d(4)))
+    sums = {f"1.{name}": torch.ones(4) for name in ("_tmp_running_mean", "_tmp_running_var", "_running_iter")}
+    checkpoint = plain.state_dict() | sums
+    model.load_state_dict(checkpoint)
+    assert len(checkpoint) == 10
+    for name, tensor in plain.state_dict().items():
+        assert_equal(model.state_dict()[name], tensor)
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"1._tmp\""):
+        model.load_state_dict(checkpoint | {"1._tmp": torch.ones(4)})
