@@ -6,10 +6,12 @@ Nothing here imports a synchronized batch norm: the contenders are handed in, so
 from __future__ import annotations
 
 import ctypes
+import datetime
 import importlib
 import itertools
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -22,6 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[2]
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 def keep_freed_memory() -> None:
@@ -229,9 +234,11 @@ def print_head(*names: str) -> None:
 
 
 def environment() -> str:
-    """Return as text what the figures were measured on."""
+    """Return the line of a page that tells the version, the day, the software and the hardware of a measurement."""
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "sync_batchnorm/__init__.py").read_text(), re.MULTILINE)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
-        f"{torch.get_num_threads()} intra-op thread(s), {device}"
+        f"Version {version}, {datetime.date.today()}; torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.machine()}, {device}; cores: {cores}, intra-op threads: {torch.get_num_threads()}."
     )

@@ -14,6 +14,7 @@ from repository import PAGES, ROOT, TINY, blocks_of, copy_without_caches, output
 from simulated_gpus.build import NotPossible, built_extension
 
 BENCHMARKS, EXAMPLES = "python docs/benchmarks", "python docs/examples"
+BENCHMARK_PAGES = sorted((ROOT / "docs" / "benchmarks").glob("*/README.md"))
 EXISTING = ROOT / "out" / "existing"  # where the commands of the pages install the older library
 # Twenty mutants of a file, as a page has it, take long; this one dies, whatever the seed chooses.
 MUTANT = "--sample 1 --tests tests/exchange/test_pipes.py --file 'SyncMaster.run_master: `len(rendezvous'"
@@ -25,30 +26,19 @@ RUN = {
     "python -m sphinx --fail-on-warning -c docs . out/site": "",
     "python docs/make_api.py": "",
     "python .ci/mutants.py --sample 20 --file meeting/coordinator.py": MUTANT,
-    f"{EXAMPLES}/train_digits.py": f"--seed S --batch B {TINY['train_digits']}",
-    f"{EXAMPLES}/train_digits.py --seed S --batch B": TINY["train_digits"],
-    f"{EXAMPLES}/segment_digits.py": f"--seed S {TINY['segment_digits']}",
-    f"{EXAMPLES}/segment_digits.py --seed S": TINY["segment_digits"],
-    **{f"{EXAMPLES}/{name}.py": TINY[name] for name in ("train_gan", "caption_digits")},
+    **{f"{EXAMPLES}/{name}.py": small for name, small in TINY.items()},
     f"{BENCHMARKS}/plot.py": "",
-    f"{BENCHMARKS}/check/run.py": "--images 2 --pixels 64 --net resnet18",
-    f"{BENCHMARKS}/check/run.py --images 2 --pixels 64": "--net resnet18",
+    f"{BENCHMARKS}/check/run.py": "--net resnet18",
     f"{BENCHMARKS}/conversion/run.py": "--at-most 1",
-    f"{BENCHMARKS}/exchange/ddp.py --other /tmp/version_1_2": "--blocks 1",
     f"{BENCHMARKS}/exchange/processes.py": "--processes 2 --channels 64",
-    f"{BENCHMARKS}/exchange/processes.py --processes 2 --channels 64 512 2048 3000 --rounds 200 --other "
-    "/tmp/version_2_2": "--channels 64 --rounds 2",
-    f"{BENCHMARKS}/exchange/replicas.py --rounds 5": "--rounds 2 --replicas 2 --exchanges 20",
-    f"{BENCHMARKS}/gpu/run.py --other /tmp/version_2_3 --existing out/existing": "--parts errors kernels --rounds 1",
-    f'{BENCHMARKS}/host/step.py --other /tmp/version_2_3 --nets resnet50 "a layer"': "--steps 2 --numbers 2",
-    f"{BENCHMARKS}/host/run.py --other /tmp/version_1_2 --existing out/existing --rounds 30 --one-core": "--rounds 1",
-    f"{BENCHMARKS}/layer/kernels.py": "",
-    f"{BENCHMARKS}/layer/run.py --existing out/existing --rounds 12": "--rounds 1 --layers 1 --replicas 2",
+    f"{BENCHMARKS}/exchange/processes.py --other /tmp/other": "--processes 2 --channels 64 --rounds 2",
+    f"{BENCHMARKS}/gpu/run.py --existing out/existing --parts steps": "--parts errors kernels --rounds 1",
+    f"{BENCHMARKS}/host/step.py": "--steps 2 --numbers 2",
+    f"{BENCHMARKS}/host/step.py --other /tmp/other --nets resnet50": '--steps 2 --numbers 2 --nets resnet50 "a layer"',
+    f"{BENCHMARKS}/layer/run.py --existing out/existing": "--rounds 1 --layers 1",
     f"{BENCHMARKS}/memory/run.py": "",
-    f"{BENCHMARKS}/network/run.py --rounds 8": "--rounds 2 --networks mobilenet_v3_large --batch 4 --size 64",
-    f"{BENCHMARKS}/network/turns.py /tmp/version_2_0": "--blocks 1 --steps 1",
+    f"{BENCHMARKS}/network/run.py": "--rounds 2 --networks mobilenet_v3_large --batch 4 --size 64",
     f"{BENCHMARKS}/precision/run.py --existing out/existing": "",
-    f"{BENCHMARKS}/wrapper/run.py --rounds 30": "--rounds 2 --replicas 2",
 }
 NEEDS = {
     **{"sphinx": "myst_parser", "examples": "matplotlib", "digits": "sklearn", "plot.py": "matplotlib"},
@@ -79,14 +69,14 @@ def commands() -> set[str]:
     return {" ".join(command.removeprefix(".venv/bin/").split()) for command in found} - {""}
 
 
-def run_in_copy(folder: Path, *arguments: str) -> None:
-    """Run Python in a copy of the repository, as some programs write beside themselves."""
+def run_in_copy(folder: Path, *arguments: str) -> str:
+    """Run Python in a copy of the repository, as some programs write beside themselves; return what it prints."""
     for name in ("README.md", "LICENSE", "CITATION.cff", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     for name in ("docs", "tests", "sync_batchnorm", ".ci"):
         copy_without_caches(ROOT / name, folder / name)
     environment = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SIMULATED_GPUS": "1"}
-    output_of([sys.executable, *arguments], folder, **environment)
+    return output_of([sys.executable, *arguments], folder, **environment)
 
 
 def test_every_command_of_a_page_runs_here_or_elsewhere():
@@ -107,17 +97,29 @@ def skip_without_what_it_needs(command: str) -> None:
             pytest.skip(str(reason))
 
 
+def heads_of_tables(text: str) -> list[str]:
+    return re.findall(r"^\|.+\|(?=\n\|--)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", BENCHMARK_PAGES, ids=lambda page: page.parent.name)
+def test_page_of_a_benchmark_has_one_table(page: Path):
+    assert len(heads_of_tables(page.read_text(encoding="utf-8"))) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("command", dict.fromkeys(f"{command} {small}".rstrip() for command, small in RUN.items()))
 def test_command_of_a_page_runs(command: str, tmp_path: Path):
     skip_without_what_it_needs(command)
     copy_without_caches(ROOT / "sync_batchnorm", tmp_path / "other" / "sync_batchnorm")
-    places = {r"/tmp/version_\w+": str(tmp_path / "other"), "out/existing": str(EXISTING), r"\b[SB]\b": "1"}
+    places = {r"/tmp/other": str(tmp_path / "other"), "out/existing": str(EXISTING)}
     for pattern, place in places.items():
         command = re.sub(pattern, lambda _, place=place: place, command)
     _, *arguments = shlex.split(command)
-    run_in_copy(tmp_path, *(["-W", "error"] if command.startswith("python docs") else []), *arguments)
+    printed = run_in_copy(tmp_path, *(["-W", "error"] if command.startswith("python docs") else []), *arguments)
+    page = ROOT / Path(arguments[0]).with_name("README.md")
+    if page in BENCHMARK_PAGES and not {"--parts", "--other"} & set(arguments):
+        assert heads_of_tables(printed) == heads_of_tables(page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow

@@ -195,16 +195,6 @@ def torchrun(processes: int, folder: Path, *program: str) -> str:
     return output
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_benchmark_fails_with_a_process_of_it(monkeypatch, capfd, tmp_path):
-    monkeypatch.syspath_prepend(ROOT / "docs" / "benchmarks" / "exchange")
-    (tmp_path / "sync_batchnorm.py").write_text("raise ImportError('as a library that is broken')")
-    with pytest.raises(RuntimeError, match=r"expected processes that end with 0, but got \[1, 1\]"):
-        importlib.import_module("ddp").block(tmp_path, synchronized=True)
-    assert "ImportError: as a library that is broken" in capfd.readouterr().err
-
-
 EXAMPLE = ["--epochs", "1", "--batch", "96"]
 
 

@@ -15,11 +15,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from common import import_torchvision
-from harness import environment
+from harness import environment, print_head, print_row
 
 from sync_batchnorm import SynchronizedBatchNorm2d, assert_matches_one_device, convert_model, revert_model
 
 WHAT = {"step": "a step in float64", "check": "the check", "failing": "a check that fails at a layer in the middle"}
+
+
+BATCHES = [(4, 160), (2, 64)]  # images and their pixels
 
 
 def measure(what: str, net: str, images: int, pixels: int) -> None:
@@ -45,27 +48,23 @@ def main() -> None:
     """Print the table of the README."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--net", default="resnet50")
-    parser.add_argument("--images", type=int, default=4)
-    parser.add_argument("--pixels", type=int, default=160)
-    parser.add_argument("--measure", choices=list(WHAT), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)  # in a process of its own
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.measure:
-        return measure(options.measure, options.net, options.images, options.pixels)
+        what, images, pixels = options.measure
+        return measure(what, options.net, int(images), int(pixels))
     print(environment())
-    print(
-        f"| {options.net}, {options.images} images of {options.pixels} pixels "
-        "| peak, MiB | seconds | of the step: peak | seconds |"
-    )
-    print("|---|---|---|---|---|")
-    found = []
-    for what, name in WHAT.items():
-        command = [sys.executable, __file__, "--measure", what, *sys.argv[1:]]
-        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        peak, seconds = map(float, output.split())
-        found.append((peak, seconds))
-        ratio = f"{peak / found[0][0]:.2f} | {seconds / found[0][1]:.1f}"
-        print(f"| {name} | {peak:.0f} | {seconds:.1f} | {ratio} |")
+    print_head("batch", "run", "peak, MiB", "seconds", "peak / step", "seconds / step")
+    for images, pixels in BATCHES:
+        batch, found = f"{options.net}, {images} images of {pixels} pixels", []
+        for what, name in WHAT.items():
+            command = [sys.executable, __file__, "--net", options.net, "--measure", what, f"{images}", f"{pixels}"]
+            output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            peak, seconds = map(float, output.split())
+            found.append((peak, seconds))
+            ratios = f"{peak / found[0][0]:.2f}", f"{seconds / found[0][1]:.1f}"
+            print_row(batch, name, f"{peak:.0f}", f"{seconds:.1f}", *ratios)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "docs" / "benchmarks"))
-from harness import interleave, library_at, median_ratio  # noqa: E402
+from harness import environment, interleave, library_at, median_ratio, print_head, print_row  # noqa: E402
 
 __all__ = ["main"]
 
@@ -46,14 +46,11 @@ def timed(body: Callable[[], object]) -> Callable[[], float]:
 def exchange(library: ModuleType, width: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return what a layer of a library does between processes, in a forward pass and in a backward pass."""
     statistics, sums = torch.ones(2, 1, width).double().unbind(), torch.zeros(2, width).double()
-    layer, former = library.SynchronizedBatchNorm1d(width), getattr(library.call.processes, "gather_statistics", None)
-
-    def forward() -> object:
-        if former is not None:  # until 2.3
-            return former(statistics, 512, layer._peers(), None)
-        return layer._peers().gathered_statistics(statistics, 512, None)
-
-    return forward, lambda: layer._peers().all_reduced(sums)
+    layer = library.SynchronizedBatchNorm1d(width)
+    return (
+        lambda: layer._peers().gathered_statistics(statistics, 512, None),
+        lambda: layer._peers().all_reduced(sums),
+    )
 
 
 def measure(rank: int, size: int, folder: str, options: argparse.Namespace) -> None:
@@ -71,21 +68,21 @@ def measure(rank: int, size: int, folder: str, options: argparse.Namespace) -> N
             if OTHER in found:
                 cells.append(f"{median_ratio(found[OURS], found[OTHER]):.2f}")
         if rank == 0:
-            print("|", " | ".join(cells), "|", flush=True)
+            print_row(*cells)
     dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the exchange of one layer between processes on this machine.")
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4], help="default: 2 3 4")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="default: 2 4")
     parser.add_argument("--channels", type=int, nargs="+", default=[64, 512, 2048], help="default: 64 512 2048")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
     parser.add_argument("--other", type=Path, help="the folder of another version of this library")
     options = parser.parse_args()
     columns = ("{}, us", "{} of the other, us", "{}, ratio") if options.other else ("{}, us",)
-    heads = ["processes", "channels", *(column.format(way) for way in WAYS for column in columns)]
-    print("|", " | ".join(heads), "|")
-    print("|---" * len(heads) + "|")
+    torch.set_num_threads(1)
+    print(environment())
+    print_head("processes", "channels", *(column.format(way) for way in WAYS for column in columns))
     for size in options.processes:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(measure, (size, folder, options), nprocs=size)

@@ -20,8 +20,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from operator import truediv
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from types import ModuleType
@@ -40,16 +39,17 @@ if SIMULATED:
 import torch
 from batches import SHAPE, batches
 from common import import_torchvision
-from harness import environment, library_at, print_head, print_row
+from harness import FORMATS, environment, library_at, median_ratio, print_head, print_row
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 WHOLE, PLAIN, OURS, SEVERAL = "whole batch", "nn.BatchNorm2d", "ours", "ours, without turns"
-OTHER, EXISTING = "the other version, without turns", "the existing library"
+OTHER, EXISTING = "the other version, without turns", "the older library"
+RATIOS = [(OURS, PLAIN), (SEVERAL, PLAIN), (OURS, EXISTING), (SEVERAL, OTHER)]
+TIMES = ("wall", "issued", "processor")  # of a step: until it ends, until all is issued, and of all threads
 LAYERS = 8  # in a row
 SHAPES = [(8, 64, 56, 56), (8, 256, 28, 28), (8, 512, 14, 14), (8, 2048, 7, 7)]  # in each replica
 IMAGES, SIZE = (2, 32) if SIMULATED else (8, 224)  # in each replica
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 Libraries = dict[str, ModuleType | None]
 
@@ -103,7 +103,7 @@ class Contender:
             output = net.eval()(input[:1])
         net.train()
         self.grad = torch.randn_like(output).expand(len(input), *output.shape[1:]) / 100
-        self.times: list[tuple[float, ...]] = []  # of the wall, until all is issued, and of the processor
+        self.times: list[tuple[float, ...]] = []  # see `TIMES`
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -122,26 +122,33 @@ class Contender:
         self.times.append(tuple(1e3 * seconds for seconds in (time.perf_counter() - start, issued, of_processor)))
 
 
-def time_in_turn(contenders: dict[str, Contender], rounds: int, units: int, *cells: Any) -> None:
-    """Print a row for each contender, with the medians for a unit; all take turns after each step."""
-    for i in range(4 + rounds):
+def ratios_of(contenders: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the ratios whose contenders run."""
+    return [ratio for ratio in RATIOS if set(ratio) <= set(contenders)]
+
+
+def print_head_of_times(libraries: Libraries, *names: str) -> None:
+    """Print the head of a table of `time_in_turn`."""
+    print_head(*names, *(f"{name}, ms" for name in libraries), *(" / ".join(ratio) for ratio in ratios_of(libraries)))
+
+
+def time_in_turn(contenders: dict[str, Contender], options: argparse.Namespace, units: int, *cells: Any) -> None:
+    """Print the median of each contender for a unit, and medians of ratios; all take turns after each step."""
+    for i in range(4 + options.rounds):
         for contender in contenders.values():
             if i == 4:  # after a warm-up
                 contender.times.clear()
             contender.time()
-    walls = {name: [wall for wall, *_ in contender.times] for name, contender in contenders.items()}
-    for name, contender in contenders.items():
-        medians = (statistics.median(times) / units for times in zip(*contender.times, strict=True))
-        ratios = (statistics.median(map(truediv, walls[ours], walls[name])) for ours in (SEVERAL, OURS))
-        print_row(*cells, name, *(f"{ms:.3g}" for ms in medians), *(f"{ratio:.2f}" for ratio in ratios))
-
-
-TIMES = ("contender", "wall, ms", "until all is issued", "processor", f"{SEVERAL} / this", f"{OURS} / this")
+    which = TIMES.index(options.time)
+    times = {name: [several[which] for several in contender.times] for name, contender in contenders.items()}
+    medians = (f"{statistics.median(taken) / units:.3g}" for taken in times.values())
+    ratios = (f"{median_ratio(times[ours], times[rival]):.2f}" for ours, rival in ratios_of(times))
+    print_row(*cells, *medians, *ratios)
 
 
 def time_steps(libraries: Libraries, options: argparse.Namespace) -> None:
     """A training step of a ResNet-50, with its optimizer."""
-    print_head("precision", "replicas", *TIMES)
+    print_head_of_times(libraries, "precision, format", "replicas")
     for amp, kind in ((False, "contiguous"), (True, "channels_last")):
         plain = import_torchvision().models.resnet50()
         for replicas in options.replicas:
@@ -150,14 +157,14 @@ def time_steps(libraries: Libraries, options: argparse.Namespace) -> None:
             for name, library in libraries.items():
                 net = copy.deepcopy(plain).cuda().to(memory_format=FORMATS[kind])
                 contenders[name] = Contender(name, library, net, replicas, input, amp)
-            time_in_turn(contenders, options.rounds, 1, f"{'float16, ' if amp else 'float32, '}{kind}", replicas)
+            time_in_turn(contenders, options, 1, f"{'float16, ' if amp else 'float32, '}{kind}", replicas)
             del contenders
             gc.collect()
 
 
 def time_layers(libraries: Libraries, options: argparse.Namespace) -> None:
     """A layer, of eight in a row, with replicas, scatter and gather, and an optimizer."""
-    print_head("input of each replica", "format", "replicas", *TIMES)
+    print_head_of_times(libraries, "input of each replica", "format", "replicas")
     for shape in SHAPES:
         for kind, memory_format in FORMATS.items():
             for replicas in options.replicas:
@@ -166,7 +173,7 @@ def time_layers(libraries: Libraries, options: argparse.Namespace) -> None:
                 contenders = {}
                 for name, library in libraries.items():
                     contenders[name] = Contender(name, library, norms(LAYERS, shape[1]), replicas, input)
-                time_in_turn(contenders, options.rounds, LAYERS, shape, kind, replicas)
+                time_in_turn(contenders, options, LAYERS, shape, kind, replicas)
 
 
 def milliseconds(body: Callable[[], object], rounds: int) -> str:
@@ -431,13 +438,14 @@ PARTS = {
 
 
 def main() -> int:
-    """Print the tables of the README; return how many parts have failed."""
+    """Print a table for each part; return how many parts have failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--other", type=Path, help="folder of another version of the library")
     parser.add_argument("--existing", type=Path, help="folder into which sync-batchnorm==0.0.1 was installed")
     parser.add_argument("--parts", choices=list(PARTS), nargs="+", default=list(PARTS), help="which tables to print")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--time", choices=TIMES, default=TIMES[0], help="of a step, in the tables of steps and layers")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", r"\d+ BatchNorm")
     libraries = libraries_at(options.other, options.existing)

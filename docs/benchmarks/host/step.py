@@ -2,7 +2,8 @@
 
 A step makes the replicas of a net, runs them forward, and runs a backward pass, through the wrapper as a user calls it.
 All contenders are in one process on one core, where threads do not fight for the interpreter lock, and take turns after
-each step: ratios of medians then repeat to 0.01, those of blocks of steps only to 0.07.
+each step: ratios of medians then repeat to 0.01, those of blocks of steps only to 0.07. ``--other`` names the folder of
+another version of this library, such as a worktree of an older commit, and ``--existing`` that of the older library.
 """
 
 from __future__ import annotations
@@ -11,25 +12,36 @@ import argparse
 import gc
 import random
 import statistics
+import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
-import run  # simulates GPUs, so it comes before torch
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "docs" / "benchmarks"), str(ROOT / "docs" / "examples")]
+import simulated_gpus
+
+simulated_gpus.simulate(8)  # before torch is imported, and so before what is imported below
+# ruff: noqa: E402
+
 import torch
 from common import import_torchvision
 from free import costing_nothing, use_streams_of_torch
-from harness import environment, take_core
+from harness import environment, library_at, print_head, print_row, take_core
 from torch import nn
+from torch.nn.parallel import comm
 
+OURS, PLAIN, OTHER, EXISTING = "ours", "nn.BatchNorm2d", "the other version", "the older library"
 LAYERS = "a layer"  # of several in a row, without the making of replicas
 NETS = ("resnet50", "mobilenet_v3_large", LAYERS)
 IMAGES, SIZE = 2, 64  # in each replica
-# The largest steps of ResNet-50 that are wanted, for each number of GPUs, as parts of those of version 2.3.
-OF_OTHER = dict(zip(run.NUMBERS, (0.93, 0.94, 0.93), strict=True))
-STEPS = dict(zip(run.NUMBERS, (150, 90, 60), strict=True))  # of each contender
+IN_A_ROW, SHAPE = 20, (2, 8, 2, 2)  # how many layers, and the shape of the input of each replica
+STEPS = {2: 150, 4: 90, 8: 60}  # of each contender, by the number of GPUs
 
 
 class Step(NamedTuple):
@@ -44,17 +56,33 @@ class Step(NamedTuple):
         return self.forward + self.backward + (0 if net == LAYERS else self.replicate)
 
 
+def libraries_at(other: Path | None, existing: Path | None) -> dict[str, ModuleType | None]:
+    """Import this library and others, where their folders are given; None stands for plain layers."""
+    libraries: dict[str, ModuleType | None] = {PLAIN: None, OURS: library_at(ROOT)}
+    for name, folder in ((OTHER, other), (EXISTING, existing)):
+        if folder is not None:
+            libraries[name] = library_at(folder)
+    return libraries
+
+
+def wrap(library: ModuleType | None, net: nn.Module, devices: list[int]) -> Any:
+    """Return `net`, whose layers are converted, in the wrapper of a library; or as it is, in that of torch."""
+    if library is None:
+        return nn.DataParallel(net.cuda(), devices)
+    return library.DataParallelWithCallback(library.convert_model(net).cuda(), devices)
+
+
 class Contender:
     """A net in the wrapper of a library, or in that of torch, and its input."""
 
     def __init__(self, library: ModuleType | None, net: str, number: int) -> None:
-        shape = (IMAGES * number, 3, SIZE, SIZE)
         if net == LAYERS:
-            shape = (run.SHAPE[0] * number, *run.SHAPE[1:])
-            module: nn.Module = nn.Sequential(*[nn.BatchNorm2d(run.SHAPE[1]) for _ in range(run.LAYERS)])
+            shape: tuple[int, ...] = (SHAPE[0] * number, *SHAPE[1:])
+            module: nn.Module = nn.Sequential(*[nn.BatchNorm2d(SHAPE[1]) for _ in range(IN_A_ROW)])
         else:
+            shape = (IMAGES * number, 3, SIZE, SIZE)
             module = import_torchvision().models.get_model(net)
-        self.parallel = run.wrap(library, module, list(range(number)))
+        self.parallel = wrap(library, module, list(range(number)))
         self.replicate, self.seconds = self.parallel.replicate, 0.0
         self.parallel.replicate = self.timed_replicate
         self.input = torch.randn(shape, device="cuda:0")
@@ -100,8 +128,8 @@ class Contender:
         return Step(self.seconds, middle - start - self.seconds, end - middle)
 
 
-def run_in_turns(libraries: dict[str, ModuleType | None], net: str, number: int, options: Any) -> dict[str, float]:
-    """Print a row for each contender; return the median step of each."""
+def run_in_turns(libraries: dict[str, ModuleType | None], net: str, number: int, options: argparse.Namespace) -> None:
+    """Print a row for each contender, with its median step and ours as a part of it."""
     contenders = {name: Contender(library, net, number) for name, library in libraries.items()}
     steps: dict[str, list[Step]] = {name: [] for name in contenders}
     order = random.Random(0)
@@ -109,50 +137,50 @@ def run_in_turns(libraries: dict[str, ModuleType | None], net: str, number: int,
         # In no fixed order: a step is quicker after one that has used the same operators.
         for name in order.sample(list(contenders), len(contenders)):
             steps[name].append(contenders[name].step())
-    unit, text = (1e6 / run.LAYERS, "us") if net == LAYERS else (1e3, "ms")
-    totals = {}
+    unit, text = (1e6 / IN_A_ROW, "us") if net == LAYERS else (1e3, "ms")
+    totals = {name: statistics.median([step.total(net) for step in several]) for name, several in steps.items()}
     for name, several in steps.items():
-        totals[name] = statistics.median([step.total(net) for step in several])
         medians = [totals[name], *map(statistics.median, zip(*several, strict=True))]
         times = [f"{unit * seconds:.1f} {text}" for seconds in medians]
-        run.print_row(net, number, name, *times, *contenders[name].containers())
-    return totals
+        print_row(net, number, name, *times, f"{totals[OURS] / totals[name]:.2f}", *contenders[name].containers())
 
 
-def print_ratios(net: str, number: int, totals: dict[str, float]) -> None:
-    """Print our step as a part of that of each other contender, and theirs as parts of that with plain layers."""
-    for rival in [rival for rival in totals if rival != run.OURS]:
-        wanted = OF_OTHER[number] if (net, rival) == (NETS[0], run.OTHER) else ""
-        run.print_row(net, number, f"{run.OURS} / {rival}", f"{totals[run.OURS] / totals[rival]:.2f}", wanted)
-    for rival in [rival for rival in totals if rival not in (run.OURS, run.PLAIN)]:
-        run.print_row(net, number, f"{rival} / {run.PLAIN}", f"{totals[rival] / totals[run.PLAIN]:.2f}", "")
+@contextmanager
+def broadcasts_for_nothing() -> Iterator[None]:
+    """Let each broadcast return what the first one for the same tensors has returned."""
+    broadcast, kept = comm.broadcast_coalesced, dict[Any, Any]()
+
+    def once(tensors: Any, devices: Any, **options: Any) -> Any:
+        key = (*map(id, tensors), *map(str, devices))
+        if key not in kept:
+            kept[key] = broadcast(tensors, devices, **options)
+        return [[tensor.detach() for tensor in own] for own in kept[key]]
+
+    with mock.patch.object(comm, "broadcast_coalesced", once):
+        yield
 
 
 def main() -> None:
-    """Print both tables of the README."""
+    """Print the table of the README."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--other", type=Path, help="folder of another version of the library")
     parser.add_argument("--existing", type=Path, help="folder into which sync-batchnorm==0.0.1 was installed")
     parser.add_argument("--steps", type=int, help=f"of each contender, by default {STEPS} by the number of GPUs")
-    parser.add_argument("--nets", choices=NETS, nargs="+", default=NETS)
-    parser.add_argument("--numbers", type=int, choices=run.NUMBERS, nargs="+", default=run.NUMBERS, help="of GPUs")
+    parser.add_argument("--nets", choices=NETS, nargs="+", default=NETS[:1], help=f"default: {NETS[0]}")
+    parser.add_argument("--numbers", type=int, choices=STEPS, nargs="+", default=list(STEPS), help="of GPUs")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", r"\d+ BatchNorm")
     torch.set_num_threads(1)
     use_streams_of_torch()
     take_core(0)  # and so do the threads that will be started
-    libraries = run.libraries_at(options.other, options.existing)
-    print(environment() + ", one core")
-    times = ("step", "replicate", "forward", "backward")
-    run.print_head("net", "GPUs", "contender", *times, "containers after the forward", "left after the step")
-    totals = {}
-    with run.broadcasts_for_nothing(), costing_nothing():
+    libraries = libraries_at(options.other, options.existing)
+    print(environment())
+    columns = ("step", "replicate", "forward", "backward", "ours / this", "containers after forward", "after the step")
+    print_head("net", "GPUs", "contender", *columns)
+    with broadcasts_for_nothing(), costing_nothing():
         for net in options.nets:
             for number in options.numbers:
-                totals[net, number] = run_in_turns(libraries, net, number, options)
-    run.print_head("net", "GPUs", "contenders", "step", "wanted at most")
-    for (net, number), of_contenders in totals.items():
-        print_ratios(net, number, of_contenders)
+                run_in_turns(libraries, net, number, options)
 
 
 if __name__ == "__main__":

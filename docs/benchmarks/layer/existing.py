@@ -9,18 +9,14 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import CpuReplicas, import_existing, keep_freed_memory, serve, training_step
+from harness import FORMATS, CpuReplicas, import_existing, keep_freed_memory, serve, training_step
 
-folder, shape, channels_last, replicas, layers, allocator = sys.argv[1:]
+folder, shape, kind, replicas, layers = sys.argv[1:]
 existing, execute_replication_callbacks = import_existing(folder)
 existing.set_sbn_eps_mode("plus")
-if allocator == "keeps":
-    keep_freed_memory()
-
+keep_freed_memory()
 torch.set_num_threads(1)
 size = [int(n) for n in shape.split(",")]
-memory_format = torch.channels_last if channels_last == "1" else torch.contiguous_format
 model = nn.Sequential(*[existing.SynchronizedBatchNorm2d(size[1]) for _ in range(int(layers))])
-input = torch.randn(size).contiguous(memory_format=memory_format)
-grad = torch.randn(size).contiguous(memory_format=memory_format)
+input, grad = (torch.randn(size).contiguous(memory_format=FORMATS[kind]) for _ in range(2))
 serve(training_step(CpuReplicas(model, int(replicas), execute_replication_callbacks), input, grad))

@@ -14,13 +14,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from common import import_torchvision
-from floor import with_exchanges
 from harness import (
+    FORMATS,
     OnCoresOfTheirOwn,
     environment,
     interleave,
     keep_freed_memory,
     median_ratio,
+    print_head,
+    print_row,
     training_step,
 )
 
@@ -31,7 +33,6 @@ def main() -> None:
     """Print the table of the README."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", default=["resnet50", "mobilenet_v3_large"])
-    parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"], help="one for each replica")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=112)
     parser.add_argument("--rounds", type=int, default=12)
@@ -40,34 +41,21 @@ def main() -> None:
     warnings.filterwarnings("ignore", r"\d+ BatchNorm")
     torch.set_num_threads(1)
     keep_freed_memory()
-    devices = [int(device) if device.isdigit() else device for device in options.devices]
-    home = f"cuda:{devices[0]}" if isinstance(devices[0], int) else devices[0]
     print(environment())
-    print("| network | format | unsynchronized, ms | synchronized, ms | ratio | ratio with exchanges alone |")
-    print("|---|---|---|---|---|---|")
+    print_head("network", "format", "unsynchronized, ms", "synchronized, ms", "ratio")
     for name in options.networks:
-        for memory_format in (torch.contiguous_format, torch.channels_last):
-            plain = import_torchvision().models.get_model(name, weights=None).to(home, memory_format=memory_format)
-            nets = {
-                "plain": plain,
-                "exchange": with_exchanges(plain),
-                "synchronized": convert_model(copy.deepcopy(plain)),
-            }
-            input = torch.randn(options.batch, 3, options.size, options.size, device=home)
-            input = input.contiguous(memory_format=memory_format)
-            grad = torch.randn(options.batch, 1000, device=home)
+        for kind, memory_format in FORMATS.items():
+            plain = import_torchvision().models.get_model(name, weights=None).to(memory_format=memory_format)
+            input = torch.randn(options.batch, 3, options.size, options.size).contiguous(memory_format=memory_format)
+            grad = torch.randn(options.batch, 1000)
+            nets = {"plain": plain, "ours": convert_model(copy.deepcopy(plain))}
             steps = {
-                key: training_step(DataParallelWithCallback(OnCoresOfTheirOwn(net), devices), input, grad)
+                key: training_step(DataParallelWithCallback(OnCoresOfTheirOwn(net), ["cpu"] * 2), input, grad)
                 for key, net in nets.items()
             }
             seconds = interleave(steps, options.rounds)
-            ms = {key: 1e3 * statistics.median(values) for key, values in seconds.items()}
-            ratio, floor = (median_ratio(seconds[key], seconds["plain"]) for key in ("synchronized", "exchange"))
-            kind = str(memory_format).removeprefix("torch.").removesuffix("_format")
-            print(
-                f"| {name} | {kind} | {ms['plain']:.0f} | {ms['synchronized']:.0f} | {ratio:.3f} | {floor:.3f} |",
-                flush=True,
-            )
+            ms = [f"{1e3 * statistics.median(values):.0f}" for values in seconds.values()]
+            print_row(name, kind, *ms, f"{median_ratio(seconds['ours'], seconds['plain']):.2f}")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import CpuReplicas
+from harness import FORMATS, CpuReplicas
 
 SHAPE = (8, 32, 48, 48)  # so large that each replica computes its own moments
-RATIOS = (0.0, 30.0, 1e2, 1e3, 1e4, 1e5, 1e6)  # of mean and deviation, in every channel
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+RATIOS = (0.0, 1e2, 1e3, 1e4, 1e6)  # of mean and deviation, in every channel
 REPLICAS = 4
 
 Callbacks = Callable[..., None]
@@ -40,16 +39,6 @@ def batches() -> Iterator[tuple[str, float, Tensor, Tensor]]:
             )
 
 
-def small_batch() -> tuple[Tensor, Tensor]:
-    """Return input and upstream gradient in float64, with variances from far below to far above ``EPS``."""
-    torch.manual_seed(0)
-    deviations = torch.logspace(-4, 1, SHAPE[1], dtype=torch.float64).view(1, -1, 1, 1)
-    return torch.randn(SHAPE, dtype=torch.float64) * deviations, torch.randn(SHAPE, dtype=torch.float64)
-
-
-EPS = 1e-3
-
-
 def step(layer: nn.Module, callbacks: Callbacks | None, input: Tensor, grad: Tensor) -> dict[str, Tensor]:
     """Run one forward and backward, on replicas if there are `callbacks`, and return its results."""
     torch.manual_seed(1)
@@ -64,5 +53,4 @@ def step(layer: nn.Module, callbacks: Callbacks | None, input: Tensor, grad: Ten
         "variance": layer.running_var.detach().clone(),
         "output": output.detach(),
         "input gradient": leaf.grad,
-        "weight gradient": layer.weight.grad,
     }
