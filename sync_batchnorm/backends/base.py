@@ -149,17 +149,26 @@ class BatchStatistics(NamedTuple):
         return total
 
 
-class ForwardPart(Protocol):
-    """The output of one replica, and what it is made of, besides the statistics of the batch."""
+class LayerArguments(NamedTuple):
+    """The arguments of a layer for one call, besides the input."""
 
-    input: Tensor
     weight: Tensor | None
     bias: Tensor | None
     eps: float
     clamps: bool  # whether `eps` is a lower bound of the variance, and not added to it
-    running: RunningStatistics | None  # the buffers that this call of the replica updates
-    memory: Tensor | None  # for the output, if `Backend.statistics` has returned some
-    output: Tensor  # what `Backend.normalize` sets
+    running: RunningStatistics | None  # to be updated; None for all replicas but the first, and in eval mode
+
+
+class ForwardInput(Protocol):
+    """The input of one replica in a forward pass."""
+
+    @property
+    def input(self) -> Tensor: ...
+    @property
+    def layer(self) -> LayerArguments: ...
+    @property
+    def memory(self) -> Tensor | None:
+        """Memory for the output, if `Backend.statistics` has returned some."""
 
 
 class BackwardPart(NamedTuple):
@@ -194,13 +203,25 @@ class Backend:
         return zeros, zeros
 
     def merge(
-        self, statistics: Sequence[Pair], counts: Counts, total: int | Tensor, part: ForwardPart, workspace: Workspace
+        self,
+        statistics: Sequence[Pair],
+        counts: Counts,
+        total: int | Tensor,
+        layer: LayerArguments,
+        workspace: Workspace,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Merge the statistics of all replicas, which are on one device, and update those that are `running`.
+        """Merge the statistics of all replicas, which are on one device, and update the running statistics.
 
-        `counts` are the elements per channel of each replica. Those of processes are a tensor ``(W,)``, and their
-        `statistics` one pair of ``(W, C)``. Return mean and inverse standard deviation, ``(C,)``, and where `eps` has
-        replaced a smaller variance, if it `clamps`: what the `part` of the first replica says holds for all.
+        Args:
+            statistics: a pair for each replica; for processes, one pair of ``(W, C)``.
+            counts: elements per channel of each replica; for processes, a tensor ``(W,)``.
+            total: the sum of `counts`.
+            layer: the arguments of the layer in replica 0.
+            workspace: memory for the vectors.
+
+        Returns:
+            mean and inverse standard deviation, ``(C,)``; and the channels in which `eps` has replaced a smaller
+            variance, or None if `eps` is added.
         """
         of_means, of_variances = zip(*statistics, strict=True)
         means = torch.cat(of_means).to(dtype=self.merge_dtype)  # (P, C)
@@ -210,22 +231,25 @@ class Backend:
         else:
             fractions = _fractions(list(map(len, of_means)), counts, means)
         mean, var = merge_moments(means, variances, fractions)
-        if part.running is not None:
-            part.running.update(mean, var, total)
-        return mean, *invstd_of(var, part.eps, part.clamps)
+        if layer.running is not None:
+            layer.running.update(mean, var, total)
+        return mean, *invstd_of(var, layer.eps, layer.clamps)
 
-    def normalize(self, parts: Sequence[ForwardPart], batch: BatchStatistics) -> None:
-        """Set the output of each replica: ``(input - mean) * invstd * weight + bias``."""
-        for part in parts:
-            input, weight, bias = part.input, part.weight, part.bias
+    def normalize(self, calls: Sequence[ForwardInput], batch: BatchStatistics) -> list[Tensor]:
+        """Return the output of each replica: ``(input - mean) * invstd * weight + bias``."""
+        outputs: list[Tensor] = []
+        for call in calls:
+            input, weight, bias = call.input, call.layer.weight, call.layer.bias
             mean, invstd = batch.mean_invstd[input.device]
-            part.output = memory_for_output(input) if part.memory is None else part.memory
+            output = memory_for_output(input) if call.memory is None else call.memory
             factor = per_channel(invstd if weight is None else invstd * weight, input)
             centered = input - per_channel(mean, input)
             if bias is None:
-                torch.mul(centered, factor, out=part.output)
+                torch.mul(centered, factor, out=output)
             else:
-                torch.addcmul(per_channel(bias, input), centered, factor, out=part.output)
+                torch.addcmul(per_channel(bias, input), centered, factor, out=output)
+            outputs.append(output)
+        return outputs
 
     def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
         """Return the gradients of each replica.

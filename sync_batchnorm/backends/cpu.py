@@ -18,7 +18,7 @@ from .base import (
     Backend,
     BackwardPart,
     BatchStatistics,
-    ForwardPart,
+    ForwardInput,
     Gradients,
     Pair,
     format_of,
@@ -67,18 +67,21 @@ class Cpu(Backend):
             mean, var = exact_moments(input, mean, memory)
         return (mean, var), memory
 
-    def normalize(self, parts: Sequence[ForwardPart], batch: BatchStatistics) -> None:
+    def normalize(self, calls: Sequence[ForwardInput], batch: BatchStatistics) -> list[Tensor]:
+        outputs: list[Tensor] = []
         line: Line | None = None
         mean, invstd = batch.mean_invstd[batch.master]
-        for part in parts:
+        for call in calls:
             if line is None or batch.parameters_differ:  # Otherwise slope and offset are those of the replica before.
-                slope = _factor(invstd, part.weight, statistics_dtype(part.input.dtype))
+                weight, bias = call.layer.weight, call.layer.bias
+                slope = _factor(invstd, weight, statistics_dtype(call.input.dtype))
                 # Made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
-                offset = -mean * slope if part.bias is None else torch.addcmul(part.bias, mean, slope, value=-1)
+                offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
                 line = line_of(slope, offset.to(slope.dtype))
             # Into memory, since torch then refuses tangents of forward mode, which would be lost.
-            part.output = memory_for_output(part.input) if part.memory is None else part.memory
-            affine(part.input, line, part.output)
+            output = memory_for_output(call.input) if call.memory is None else call.memory
+            outputs.append(affine(call.input, line, output))
+        return outputs
 
     def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
         if not parts:

@@ -23,8 +23,9 @@ from .base import (
     BackwardPart,
     BatchStatistics,
     Counts,
-    ForwardPart,
+    ForwardInput,
     Gradients,
+    LayerArguments,
     Pair,
     format_of,
     invstd_of,
@@ -47,37 +48,45 @@ class Cuda(Backend):
         return zeros, torch.ones_like(zeros)  # which the kernel that merges divides by
 
     def merge(
-        self, statistics: Sequence[Pair], counts: Counts, total: int | Tensor, part: ForwardPart, workspace: Workspace
+        self,
+        statistics: Sequence[Pair],
+        counts: Counts,
+        total: int | Tensor,
+        layer: LayerArguments,
+        workspace: Workspace,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Merge and update the running statistics with one operator, unless it cannot update them."""
         if isinstance(total, int) and total == 0:
-            return super().merge(statistics, counts, total, part, workspace)
+            return super().merge(statistics, counts, total, layer, workspace)
         (means, invstds), vector = _stacked(statistics, counts, workspace)
-        eps, running, momentum, buffers = part.eps, part.running, 0.0, (None, None)
+        eps, running, momentum, buffers = layer.eps, layer.running, 0.0, (None, None)
         if running is not None and running.suits(means.dtype):
             # This operator, unlike `update`, does not change the version counters of what it updates.
             momentum, buffers, running = running.count_call(), (running.mean, running.var), None
         mean, invstd = torch.batch_norm_gather_stats_with_counts(means, means, invstds, *buffers, momentum, eps, vector)
         clamped = None
-        if part.clamps or running is not None:
+        if layer.clamps or running is not None:
             var = (invstd.pow(-2) - eps).clamp_(min=0)
             if running is not None:
                 running.update(mean, var, total)
-            if part.clamps:
+            if layer.clamps:
                 invstd, clamped = invstd_of(var, eps, True)
         return mean, invstd, clamped
 
-    def normalize(self, parts: Sequence[ForwardPart], batch: BatchStatistics) -> None:
-        for part in parts:
-            input, weight, bias = part.input, part.weight, part.bias
+    def normalize(self, calls: Sequence[ForwardInput], batch: BatchStatistics) -> list[Tensor]:
+        outputs: list[Tensor] = []
+        for call in calls:
+            input, weight, bias = call.input, call.layer.weight, call.layer.bias
             mean, invstd = batch.mean_invstd[input.device]
             if not input.numel():
-                part.output = memory_for_output(input)
+                output = memory_for_output(input)
             elif input.is_contiguous() and 1 not in input.shape:  # Then the operator makes memory in the right format.
-                part.output = torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)
+                output = torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)
             else:
-                part.output = memory_for_output(input)
-                torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0, out=part.output)
+                output = memory_for_output(input)
+                torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0, out=output)
+            outputs.append(output)
+        return outputs
 
     def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
         sums: list[Pair] = []

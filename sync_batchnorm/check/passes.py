@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..call.processes import active_group
+from ..processes import active_group
 from ..trees import Tree, leaves_of, named_leaves, tensors_in, with_leaves, written
 from ..wrapper import Arguments
 from .comparing import LEAST, SCALARS, agree, gap, largest, much, tolerance_of

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from ..call.processes import active_group
 from ..messages import check_module, check_number
+from ..processes import active_group
 from ..torch_private import BatchNormBase
 from ..wrapper import DataParallelWithCallback, _ReplicationMixin
 from .conversion import IN_A_LIST, Modules, unregistered, why_left

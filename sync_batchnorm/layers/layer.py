@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backends.base import RunningStatistics
-from ..call import merge_parts, processes, sync_batch_norm
-from ..call.part import ALONE, Connection, Part
+from .. import processes
+from ..backends.base import LayerArguments, RunningStatistics
+from ..exchange import ALONE, Connection, merge_replicas, sync_batch_norm
 from ..meeting import SyncMaster
 from ..messages import check_number, in_transform_error, warn_once
 from ..torch_private import BatchNormBase, in_transform, uncompiled
@@ -84,7 +84,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     _former_class: type[nn.Module] | None = None  # of a layer converted by the `classes` of `convert_model`
     _former_process_group: Any = None  # of an `nn.SyncBatchNorm` that was converted with another one
 
-    _data_parallel_master = staticmethod(merge_parts)  # a method of the older library, which its pickles name
+    _data_parallel_master = staticmethod(merge_replicas)  # a method of the older library, which its pickles name
 
     def __init__(
         self,
@@ -110,12 +110,13 @@ class _SynchronizedBatchNorm(BatchNormBase):
         is_master = copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0
         if is_master:
             # Not by `CallbackContext.__setattr__`, which takes longer: a new master belongs to this forward pass.
-            vars(ctx)["sync_master"] = SyncMaster(merge_parts)
+            vars(ctx)["sync_master"] = SyncMaster(merge_replicas)
             vars(ctx)["master_device"] = getattr(self.running_mean, "device", None)
         pipe = ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id)
         of_replica = self._parameters if self.__dict__.get("_is_replica") else {}
         weight, bias = of_replica.get("weight"), of_replica.get("bias")
-        self.__dict__["_sync_connection"] = Connection(pipe, copy_id, ctx.master_device, weight, bias)
+        owner = getattr(ctx, "_sync_wrapper", None)  # The context of another package has none.
+        self.__dict__["_sync_connection"] = Connection(pipe, copy_id, ctx.master_device, weight, bias, owner)
         if copy_id == 1 and self.training and self._active_group() is not None:
             raise RuntimeError(processes.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
 
@@ -144,6 +145,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         connection, running = self._sync_connection or ALONE, None
         weight, bias = self._attributes(self.__dict__["_parameters"], "weight", "bias")
+        # The only place that decides who may update running statistics: replica 0 has the buffers of the model.
         if self.training and self.track_running_stats and connection.number == 0:
             names = "running_mean", "running_var", "num_batches_tracked"
             mean, var, number = self._attributes(self.__dict__["_buffers"], *names)
@@ -151,7 +153,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         _let_torch_check(input, weight, bias, running, self.eps)
         clamps = (self.eps_mode or _default_eps_mode) == "clamp"
         peers = self._peers() if connection is ALONE else None  # The compiler of torch 2.12 cannot pass a group.
-        return sync_batch_norm(input, Part(connection, weight, bias, self.eps, clamps, peers, running))
+        return sync_batch_norm(input, LayerArguments(weight, bias, self.eps, clamps, running), connection, peers)
 
     def _attributes(self, registered: dict[str, Any], *names: str) -> Any:
         """Return attributes as `getattr` does, in less time: of `registered`, unless `forward` has set some itself."""

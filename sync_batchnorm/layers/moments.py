@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import processes
 from ..backends.base import merge_moments, reduced_dims, single_value, statistics_dtype
 from ..backends.streams import on_default_streams
-from ..call import processes
 from ..meeting import SlavePipe, SyncMaster
 from ..torch_private import graph_task_id, uncompiled
 

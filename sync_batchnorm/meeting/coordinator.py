@@ -66,7 +66,6 @@ class Coordinator:
     def __init__(self, devices: Sequence[str] = (), timeout: float = DEFAULT_TIMEOUT, span: Span | None = None) -> None:
         self.timeout = timeout
         self.span = span
-        self.owner: Any = None  # a weak reference to the wrapper, whose forward passes may hand on memory to each other
         self.has_exchanged = False  # whether any call of a layer has ended
         self._lock = Lock()
         self._records = Records()

@@ -33,7 +33,6 @@ class _Member:
     _coordinator: Coordinator
     _rendezvous: Rendezvous
     identifier: Hashable
-    remembered: tuple[Any, ...] = ()  # the calls of this forward pass, for activation checkpointing: `recomputation.py`
 
     @property
     def where(self) -> str:
@@ -51,9 +50,7 @@ class SlavePipe(_Member):
     """
 
     def __init__(self, coordinator: Coordinator, rendezvous: Rendezvous, identifier: Hashable) -> None:
-        self._coordinator, self.owner = coordinator, coordinator.owner
-        self._rendezvous = rendezvous
-        self.identifier = identifier
+        self._coordinator, self._rendezvous, self.identifier = coordinator, rendezvous, identifier
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -109,7 +106,6 @@ class SyncMaster(_Member):
         """Forget all slaves; belong to the forward pass whose callback runs in this thread, if one does."""
         here = running_callback.get() or RunningCallback(Coordinator(), name="a SyncMaster of its own")
         self._coordinator, self._rendezvous = here.coordinator, Rendezvous(here.name, here.number)
-        self.owner = here.coordinator.owner
 
     @property
     def nr_slaves(self) -> int:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from torch import nn
 
@@ -21,6 +22,8 @@ class CallbackContext:
     The callbacks get it as `ctx`, see "Callbacks for modules of your own" on the page "Extending". A `SyncMaster` that
     is put here belongs to this forward pass, and its master is the replica whose callback puts it here.
     """
+
+    _sync_wrapper: "ref[nn.Module] | None" = None  # whose forward passes share workspaces
 
     if TYPE_CHECKING:
 
@@ -56,10 +59,15 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     execute_callbacks(modules, new_coordinator((), DEFAULT_TIMEOUT))
 
 
-def execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> dict[str, CallbackContext]:
+def execute_callbacks(
+    modules: Sequence[nn.Module], coordinator: Coordinator, wrapper: nn.Module | None = None
+) -> dict[str, CallbackContext]:
     """Execute the callbacks; return the context of each submodule that has one, by name."""
     named = names_of_modules(modules[0]).items()
     contexts = {name: CallbackContext() for module, name in named if hasattr(type(module), _CALLBACK)}
+    if wrapper is not None:
+        for ctx in contexts.values():
+            vars(ctx)["_sync_wrapper"] = ref(wrapper)
     paths = [(name, name.split(".") if name else (), ctx) for name, ctx in contexts.items()]
     here = RunningCallback(coordinator)
     token = running_callback.set(here)

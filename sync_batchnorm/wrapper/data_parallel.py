@@ -18,7 +18,6 @@ from contextvars import ContextVar
 from functools import partial
 from threading import TIMEOUT_MAX
 from typing import Any, TypeVar
-from weakref import ref
 
 import torch
 from torch import nn
@@ -175,9 +174,8 @@ class _ReplicationMixin(DataParallel[Any]):
         check_copies(frozenset(devices))
         replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
         coordinator = new_coordinator(devices, self._sync_timeout)
-        coordinator.owner = ref(self)
         try:
-            contexts = execute_callbacks(replicas, coordinator)
+            contexts = execute_callbacks(replicas, coordinator, self)
         except BaseException as error:
             coordinator.abort(error, 0.0)  # for a `SyncMaster` that a module keeps
             raise

@@ -84,15 +84,17 @@ class Plain(Backend):
         var = (values - mean).square().mean(1)
         return (mean.view(1, -1), var[None]), None
 
-    def normalize(self, parts, batch):
-        for part in parts:
-            input, weight, bias = part.input, part.weight, part.bias
+    def normalize(self, calls, batch):
+        outputs = []
+        for call in calls:
+            input, weight, bias = call.input, call.layer.weight, call.layer.bias
             mean, invstd = (base.per_channel(vector, input) for vector in batch.mean_invstd[input.device])
-            part.output = base.memory_for_output(input).copy_((input - mean) * invstd)
+            outputs.append(base.memory_for_output(input).copy_((input - mean) * invstd))
             if weight is not None:
-                part.output.mul_(base.per_channel(weight, input))
+                outputs[-1].mul_(base.per_channel(weight, input))
             if bias is not None:
-                part.output.add_(base.per_channel(bias, input))
+                outputs[-1].add_(base.per_channel(bias, input))
+        return outputs
 
     def gradients(self, parts, batch):
         normalized, of_parameters, sums = [], [], []

@@ -55,7 +55,7 @@ from sync_batchnorm import (
     execute_replication_callbacks,
     sync_moments,
 )
-from sync_batchnorm.call.processes import Peers
+from sync_batchnorm.processes import Peers
 from sync_batchnorm.wrapper.copies import make_replicas
 
 CHECKS: dict[str, Callable[[], None]] = {}

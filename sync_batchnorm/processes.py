@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..backends.base import Pair, merge_moments
+from .backends.base import Pair, merge_moments
 
 __all__: list[str] = []
 

@@ -1,87 +1,27 @@
-"""The part of one replica in one call of a layer, and what it keeps of the call for its backward pass.
+"""What a replica saves of its call for the backward pass: its input and its weight.
 
-NOTE [who saves what]: Each replica saves its own input and weight, so its saved-tensor hooks run in its own thread. The
-node of the call unpacks both (see also NOTE [who unpacks what]), and drops what is `kept` unless `retain_graph` is set:
-the input, or what hooks have made of both. The node saves no tensors itself: where replicas take gradients in their
-forward, two threads may drop what a node has saved at the same time, and torch 2.13 then frees it twice.
+The obvious way is `ctx.save_for_backward` in the node of the call. It fails twice. The saved-tensor hooks of every
+replica would run in the thread of replica 0. And where replicas take gradients in their forward pass, two threads may
+free the tensors of one node at the same time, which torch 2.13 then frees twice. So each replica saves its own tensors,
+in its own thread, and the node refers to all of them:
+
+    thread of replica 0      Saved 0  <---+
+                                          |---- node of the call
+    thread of replica 1      Saved 1  <---+
+
+The node unpacks them in the backward pass, and frees their `kept` tensors unless `retain_graph` is set.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, device
+from torch import Tensor
 
-from ..backends.base import Backend, BatchStatistics, Counts, Pair, RunningStatistics
+from ..backends.base import LayerArguments
 from ..backends.streams import current_stream, on_streams
 from ..torch_private import fast_apply, graph_task_id, will_run
-from .processes import Peers
 
 __all__: list[str] = []
-
-
-class Connection(NamedTuple):
-    """What connects the layer of a replica to those of its peers; the replication callback makes it."""
-
-    pipe: Any  # a `SyncMaster` or `SlavePipe`; None for a replica in a process of its own
-    number: int  # of the replica; the buffers of the first one are those of the wrapped module
-    master_device: device | None = None  # where the master merges, if that is known: statistics are sent there
-    weight: Tensor | None = None  # that the replica got from its module, as the next
-    bias: Tensor | None = None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # A copy of a replica's layer is not connected.
-
-
-ALONE = Connection(pipe=None, number=0)
-
-Gathered = tuple[Sequence[Pair], Counts, int | Tensor]  # statistics and counts for `Backend.merge`, and their total
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """The part of one replica in one call of a layer."""
-
-    # What the layer has, besides the input.
-    connection: Connection
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    clamps: bool  # whether `eps` is a lower bound of the variance, and not added to it
-    peers: Peers | None  # the processes to exchange with
-    running: RunningStatistics | None  # the buffers that this call of the replica updates
-    # What the call has.
-    input: Tensor = field(init=False)
-    records: bool = field(init=False)  # whether the replica records a graph
-    has_hooks: bool = field(init=False)  # whether it does so with saved-tensor hooks, such as those of a checkpoint
-    saved: "Saved | None" = None  # None before `save`, and without a graph
-    # What the replica measures, for the master.
-    backend: Backend = field(init=False)
-    kind: tuple[Any, ...] = field(init=False)  # what must be equal in all replicas
-    statistics: Pair = field(init=False)  # of the input, see `Backend.statistics`
-    elements: int = field(init=False)  # per channel
-    memory: Tensor | None = None  # for the output, if the backend has some
-    # What the master adds.
-    output: Tensor = field(init=False)
-
-    def save(self) -> None:
-        """Save input and weight if the replica records a graph; a checkpoint may end its recomputation here."""
-        if self.records:
-            # As in torch, hooks see nothing of a layer that needs no gradient.
-            tensors = self.input, self.weight, self.bias
-            by_hooks = self.has_hooks and any([tensor is not None and tensor.requires_grad for tensor in tensors])
-            self.saved = (SavedByHooks if by_hooks else Saved)(self.input, self.weight)
-
-
-class Remembered(NamedTuple):
-    """What a pipe remembers of one call of its replica, outside of the graph, for NOTE [recomputation]."""
-
-    statistics: Pair  # of its input
-    elements: int  # per channel, of its input
-    batch: BatchStatistics  # the answer
-    gathered: Gathered  # the statistics of all replicas, of which it was made
-    is_constant: bool  # whether the replica recorded a graph, but the output still required no gradient
 
 
 FREED = (
@@ -90,6 +30,14 @@ FREED = (
 )
 
 InputAndWeight = tuple[Tensor, Tensor | None]
+
+
+def save(input: Tensor, layer: LayerArguments, has_hooks: bool) -> "Saved":
+    """Save input and weight for the backward pass. A checkpoint may end its recomputation here, by an exception."""
+    # As in torch, hooks see nothing of a layer that needs no gradient.
+    tensors = (input, layer.weight, layer.bias) if has_hooks else ()
+    needs_hooks = any([tensor is not None and tensor.requires_grad for tensor in tensors])
+    return (SavedByHooks if needs_hooks else Saved)(input, layer.weight)
 
 
 class Saved:

@@ -1,23 +1,27 @@
-"""The single autograd node that a call of a layer creates for all replicas.
+"""The backward pass of one call of a layer: a single autograd node for all replicas.
 
-So no thread waits for another replica in a backward pass: the engine runs this node once it has the gradients of all
-outputs. The node computes the two sums of each replica, adds them up, and computes the gradients of all inputs. What it
-reads of a replica is in its `Saved`.
+The obvious way is one node for each replica, which waits for the sums of the others. It would deadlock: the engine runs
+all nodes of a device in one thread. With a single node, the engine waits: it runs the node once it has the gradients of
+all outputs. The node computes the two sums of each replica, adds them up, and computes the gradients of all inputs:
 
-NOTE [gradients of gradients]: With `create_graph`, `Backend.gradients` computes the statistics once more from the saved
+    grad_output of replica 0 ---> sums 0 ---+           +---> grad_input of replica 0
+                                            |--> total --|
+    grad_output of replica 1 ---> sums 1 ---+           +---> grad_input of replica 1
+
+It reads input and weight of each replica from its `Saved`. Replica 0 makes everything else that the backward pass
+reads, on every device, before it answers: a replica may start a backward pass before the others have woken up.
+
+NOTE [gradients of gradients]: With `create_graph`, `Backend.gradients` computes the statistics again from the saved
 inputs, in operators that autograd records. So a second backward pass needs nothing of this node.
 
-The master makes all that a backward pass reads, on every device, before it answers: a replica may start one before its
-peers have woken up.
-
-NOTE [who unpacks what]: The engine has one thread for each device, and runs the node of all replicas in that of the
-first. If the node unpacked there what an activation checkpoint saved on another device, the nodes of the other device
-could recompute the same checkpoint in their thread at the same time, and torch would raise an error. So with
-saved-tensor hooks on several devices, one node for each replica, on its device, unpacks before:
+NOTE [who unpacks what]: The engine runs the node of all replicas in the thread of the first device. If the node
+unpacked there what an activation checkpoint saved on another device, the nodes of that device could recompute the same
+checkpoint in their own thread at the same time, and torch would raise an error. So with saved-tensor hooks on several
+devices, one more node for each replica, on its device, unpacks first:
 
     outputs --> join --> one `_Unpack` for each replica --> node of all replicas --> inputs
 
-The join makes the engine run all of them, also those of replicas whose output is not in the loss.
+The join makes the engine run all of them, also for replicas whose output is not in the loss.
 
 A lock for each checkpoint deadlocks: the thread of the first device holds the lock and recomputes a replica on the
 second. If the checkpointed function calls `torch.autograd.grad`, the engine needs the thread of the second device,
@@ -33,27 +37,33 @@ from torch import Tensor
 from ..backends.base import GENERAL, BackwardPart, BatchStatistics
 from ..backends.streams import in_order_with_engine, on_default_streams
 from ..torch_private import fast_apply, graph_task_id, keeps_graph, set_grad_enabled, uncompiled
-from .part import Part, Saved, SavedByHooks
+from .replica_call import ReplicaCall
+from .saved import Saved, SavedByHooks
 
 __all__: list[str] = []
 
 
-def make_node(batch: BatchStatistics, parts: Sequence[Part]) -> None:
-    """Make the outputs of `parts` functions of their inputs, weights and biases, if one of these needs a gradient."""
-    recorded = [part for part in parts if part.saved is not None]
-    tensors = [tensor for part in recorded for tensor in (part.input, part.weight, part.bias)]
-    if any([tensor is not None and tensor.requires_grad for tensor in tensors]):
-        saved, outputs = [part.saved for part in recorded], [part.output for part in recorded]
-        set_grad_enabled(True)
-        try:
-            in_graph = _apply(batch, saved, outputs, *tensors)
-            if len(batch.mean_invstd) > 1 and any([part.has_hooks for part in recorded]):
-                pairs = zip(saved, in_graph, strict=True)
-                in_graph = _unpack(None, *[_unpack(entry, output)[0] for entry, output in pairs])
-        finally:
-            set_grad_enabled(False)  # as in every exchange
-        for part, output in zip(recorded, in_graph, strict=True):
-            part.output = output
+def connect_to_graph(
+    messages: Sequence[tuple[ReplicaCall, Saved | None]], outputs: Sequence[Tensor], batch: BatchStatistics
+) -> Sequence[Tensor]:
+    """Return the outputs as functions of all inputs, weights and biases, if one of these needs a gradient."""
+    recorded = [i for i, (_, saved) in enumerate(messages) if saved is not None]
+    layers = [(messages[i][0].input, messages[i][0].layer) for i in recorded]
+    tensors = [tensor for input, layer in layers for tensor in (input, layer.weight, layer.bias)]
+    if not any([tensor is not None and tensor.requires_grad for tensor in tensors]):
+        return outputs
+    all_saved, results = [messages[i][1] for i in recorded], list(outputs)
+    set_grad_enabled(True)
+    try:
+        in_graph = _apply(batch, all_saved, [outputs[i] for i in recorded], *tensors)
+        if len(batch.mean_invstd) > 1 and any([isinstance(saved, SavedByHooks) for saved in all_saved]):
+            pairs = zip(all_saved, in_graph, strict=True)
+            in_graph = _unpack(None, *[_unpack(saved, output)[0] for saved, output in pairs])
+    finally:
+        set_grad_enabled(False)  # as in every exchange
+    for i, output in zip(recorded, in_graph, strict=True):
+        results[i] = output
+    return results
 
 
 class _SyncBatchNorm(torch.autograd.Function):
