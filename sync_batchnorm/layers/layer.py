@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from .. import processes
 from ..backends.base import LayerArguments, RunningStatistics
+from ..current_replica import raise_foreign_layer
 from ..exchange import ALONE, Connection, merge_replicas, sync_batch_norm
 from ..meeting import SyncMaster
 from ..messages import check_number, in_transform_error, warn_once
 from ..torch_private import BatchNormBase, in_transform, uncompiled
-from ..wrapper.callbacks import raise_foreign_layer
 
 __all__ = [
     "SynchronizedBatchNorm",

@@ -7,9 +7,10 @@ from weakref import ref
 
 from torch import nn
 
+from ..current_replica import is_in_replica, raise_foreign_layer
 from ..meeting import DEFAULT_TIMEOUT, Coordinator, RunningCallback, SlavePipe, SyncMaster, running_callback
-from ..torch_private import names_of_modules, uncompiled
-from .run import current_run, is_in_replica, new_coordinator
+from ..torch_private import names_of_modules
+from .run import new_coordinator
 
 __all__ = ["CallbackContext", "execute_replication_callbacks"]
 
@@ -92,36 +93,6 @@ def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
     for child in module.modules():
         if hasattr(type(child), _CALLBACK) and _uses_batch(child):
             raise_foreign_layer(wrapper)
-
-
-def raise_foreign_layer(foreign: nn.Module) -> None:
-    """Raise an error if this is the thread of a replica to which a layer or wrapper that trains does not belong."""
-    if is_in_replica():
-        _refuse_unless_its_own(foreign)
-
-
-@uncompiled  # The compiler knows no threads.
-def _refuse_unless_its_own(foreign: nn.Module) -> None:
-    run = current_run()
-    if run is None or any(module is foreign for module in run.replica.modules()):
-        return
-    forward_pass = run.forward_pass
-    who = forward_pass.coordinator.who(run.number)
-    name = next((name for name, module in forward_pass.original.named_modules() if module is foreign), None)
-    which = name or type(foreign).__name__
-    whose = "which belongs to no replica" if name is None else "of the original module instead of its own copy"
-    compiled = [child for child in forward_pass.original.modules() if child._compiled_call_impl is not None]
-    around = [type(child).__name__ for child in compiled if any(module is foreign for module in child.modules())]
-    causes = (
-        "Usual causes: (1) a plain list or dict: use nn.ModuleList or nn.ModuleDict; (2) a replaced forward of the "
-        "model: replace that of the DataParallel; (3) a layer or wrapper outside the model: make it a submodule, or "
-        "call its eval()"
-    )
-    if around:  # whose replicas have what was compiled of the original
-        causes = f"The cause is compile() of {around[0]}: compile functions that its forward calls instead"
-    raise RuntimeError(
-        f"{who} called {which}, {whose}: every replica would train it with its own chunk of the batch. {causes}"
-    )
 
 
 def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
+from ..current_replica import is_in_replica
 from ..derived import derived_class
 from ..meeting import DEFAULT_TIMEOUT
 from ..messages import check_module, warn_once
@@ -33,7 +34,7 @@ from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .copies import check_replicable, make_replicas
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
 from .lost_state import Look
-from .run import ForwardPass, ReplicaHandle, call_replicas, is_in_replica, new_coordinator, prepared_runs
+from .run import ForwardPass, ReplicaHandle, call_replicas, new_coordinator, prepared_runs
 from .scatter_gather import join
 
 __all__ = ["DataParallelWithCallback", "patch_replication_callback"]

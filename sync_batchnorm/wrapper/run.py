@@ -2,10 +2,6 @@
 
 Whoever waits for a replica learns how it ends.
 
-NOTE [whose thread]: A replica runs in a copy of the context of its caller, which may itself be a replica of another
-wrapper, and a thread that a replica starts may inherit its context, as by default in free-threaded Python 3.14. So a
-`ContextVar` alone does not say which replica a thread runs: the number of the thread must be that of the replica, too.
-
 NOTE [threads that stay]: cuDNN plans each convolution anew in each new thread, as torch keeps the plans by thread. That
 takes the forward pass of a ResNet-50 from 6 to 51 ms (torch 2.11, H200; `docs/benchmarks/gpu`). So the thread of a
 replica on an accelerator stays, idle, for the next replica on that device; there are as many as have run at once. It
@@ -37,6 +33,7 @@ from torch import nn
 from torch.autograd import profiler
 
 from ..backends.streams import current_stream
+from ..current_replica import is_in_replica, running
 from ..meeting import PATIENCE, Coordinator, ReplicaSyncError, without_frames
 from ..torch_private import count_dispatch_modes, count_function_modes, hooks_of_thread
 from .lost_state import ParameterChanges
@@ -158,7 +155,7 @@ class Run:
     def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         coordinator, number = self.forward_pass.coordinator, self.number
         _prepared.set(())
-        token = _current.set(ref(self))
+        token = running.set(ref(self))
         try:
             with coordinator.begin(number), ExitStack() as stack:
                 if self.stream is not None:
@@ -178,7 +175,7 @@ class Run:
             coordinator.leave(number, error)
             raise
         finally:
-            _current.reset(token)
+            running.reset(token)
 
 
 class ReplicaHandle(nn.Module):
@@ -337,10 +334,8 @@ def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:
     changes.warn(len(runs))
 
 
-# A weak reference: a thread that a replica has started may keep its context longer than the forward pass lasts.
-_current: ContextVar[Callable[[], Run | None]] = ContextVar("sync_batchnorm_run", default=lambda: None)
-
-# The runs of the forward pass that was made or called last in this context, also weakly.
+# The runs of the forward pass that was made or called last in this context. Weak references: a thread that a replica
+# has started may keep its context longer than the forward pass lasts.
 _prepared: ContextVar[Sequence["ref[Run]"]] = ContextVar("sync_batchnorm_prepared", default=())
 
 
@@ -348,19 +343,3 @@ def prepared_runs() -> list[Run]:
     """Return the runs of the forward pass that was made or called last in this context, unless it has ended."""
     runs = [run for reference in _prepared.get() if (run := reference()) is not None]
     return [run for run in runs if not run.forward_pass.coordinator.is_over]
-
-
-def current_run() -> Run | None:
-    """Return the run of the replica that this thread runs, or None; see NOTE [whose thread]."""
-    run = _current.get()()
-    return run if run is not None and run.forward_pass.coordinator.runs_here(run.number) else None
-
-
-def is_in_replica() -> bool:
-    """Return whether this thread runs a replica."""
-    return current_run() is not None
-
-
-# As `torch.compiler.assume_constant_result` does, which would import the compiler. It cannot trace a `ContextVar`, and
-# so keeps the answer of the first call: what it has compiled outside of replicas does not ask again inside.
-vars(is_in_replica).update(_dynamo_marked_constant=True)

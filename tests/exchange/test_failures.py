@@ -35,8 +35,8 @@ from sync_batchnorm import (
     SyncMaster,
     patch_replication_callback,
 )
+from sync_batchnorm.current_replica import current_run
 from sync_batchnorm.meeting import Coordinator
-from sync_batchnorm.wrapper.run import current_run
 
 
 @contextmanager

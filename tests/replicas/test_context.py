@@ -24,7 +24,7 @@ from sync_batchnorm import (
     convert_model,
     patch_replication_callback,
 )
-from sync_batchnorm.wrapper.run import current_run, is_in_replica
+from sync_batchnorm.current_replica import current_run, is_in_replica
 
 variable: ContextVar[int] = ContextVar("variable", default=0)  # Every test runs in a thread, and context, of its own.
 

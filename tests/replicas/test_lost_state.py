@@ -12,7 +12,7 @@ from scripted import WRAPPERS, R
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
-from sync_batchnorm.wrapper.run import current_run
+from sync_batchnorm.current_replica import current_run
 
 
 class Counting(nn.Module):
