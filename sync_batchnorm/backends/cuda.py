@@ -96,13 +96,13 @@ class Cuda(Backend):
                 of_parameters.append((None, None))
             else:
                 pair, grad_weight, grad_bias = _sums(part, part.grad_output, batch)
-                sums.append(sent_to(pair, batch.master, batch.lease.owner))
+                sums.append(sent_to(pair, batch.master, batch.lease.pools))
                 of_parameters.append((grad_weight, grad_bias))
         if not any([part.wants_input for part in parts]):
             return [(None, *grads) for grads in of_parameters]
 
         devices, count = tuple(batch.mean_invstd), batch.elements
-        lease = Lease(batch.lease.owner, devices, (sums or [batch.mean_invstd[batch.master]])[0][0])
+        lease = Lease(batch.lease.pools, devices, (sums or [batch.mean_invstd[batch.master]])[0][0])
         totals = batch.totals(sums, lease.workspace)
         if isinstance(count, Tensor):
             totals, count = totals / count, 1

@@ -43,8 +43,16 @@ class WorkspacePool:
         return workspace
 
 
-# The pools of a wrapper, by the kind of their workspaces: what may be written into these. They end with the wrapper.
-_pools: WeakKeyDictionary[Any, dict[Any, WorkspacePool]] = WeakKeyDictionary()
+class WorkspacePools(dict[Any, WorkspacePool]):
+    """The pools of one owner, by the devices, shape, dtype and inference mode of what may be written into them."""
+
+
+_pools: WeakKeyDictionary[Any, WorkspacePools] = WeakKeyDictionary()  # by owner, and as long as it is alive
+
+
+def pools_of(owner: Any) -> ref[WorkspacePools]:
+    """Return the pools of an object, such as a wrapper, whose forward passes use the same workspaces again."""
+    return ref(_pools.get(owner) or _pools.setdefault(owner, WorkspacePools()))
 
 
 class Workspace:
@@ -80,21 +88,20 @@ class Workspace:
 class Lease:
     """The right to use a workspace on some devices for vectors such as one; it ends with this object.
 
-    `owner` refers to the wrapper whose forward passes hand on the workspace; None: nothing is kept.
+    The workspace comes from `pools`, and goes back there. If `pools` is None, nobody uses it again.
     """
 
-    __slots__ = ("__weakref__", "owner", "workspace")
+    __slots__ = ("__weakref__", "pools", "workspace")
 
-    def __init__(self, owner: ref[Any] | None, devices: tuple[torch.device, ...], vector: Tensor) -> None:
-        self.owner, pool = owner, None
+    def __init__(self, pools: ref[WorkspacePools] | None, devices: tuple[torch.device, ...], vector: Tensor) -> None:
+        self.pools, pool = pools, None
         # On one device, not all kernels of a call run on default streams.
-        wrapper = None if owner is None or len(devices) == 1 or devices[0].type != "cuda" else owner()
+        alive = None if pools is None or len(devices) == 1 or devices[0].type != "cuda" else pools()
         try:
-            if wrapper is not None and vector.data_ptr():
+            if alive is not None and vector.data_ptr():
                 # What is made in inference mode cannot be written outside.
                 kind = devices, vector.shape, vector.dtype, torch.is_inference_mode_enabled()
-                pools = _pools.get(wrapper) or _pools.setdefault(wrapper, {})
-                pool = pools.get(kind) or pools.setdefault(kind, WorkspacePool())
+                pool = alive.get(kind) or alive.setdefault(kind, WorkspacePool())
         except RuntimeError:
             pass  # Batched gradients have no memory, and are copied into none.
         self.workspace = Workspace() if pool is None else pool.take(self)
@@ -113,12 +120,12 @@ def on_devices(pair: Vectors, devices: Sequence[torch.device], lease: Lease) -> 
     return lease.workspace.spread(torch.cat(tuple(pair), out=lease.workspace.flat), devices)
 
 
-def sent_to(pair: Vectors, device: torch.device, owner: ref[Any] | None = None) -> Vectors:
+def sent_to(pair: Vectors, device: torch.device, pools: ref[WorkspacePools] | None = None) -> Vectors:
     """Return `pair` on `device`: as it is if it is there, otherwise as a single copy of both."""
     devices = pair[0].device, device
     if devices[0] == device:
         return pair
-    lease = Lease(owner, devices, pair[0])
+    lease = Lease(pools, devices, pair[0])
     held = Held(on_devices(pair, devices, lease)[device])
     held.lease = lease
     return held

@@ -138,7 +138,7 @@ def _merge_statistics(calls: Sequence[ReplicaCall], gathered: Gathered, peers: P
     if isinstance(total, int) and total == 1:
         raise single_value([call.input.shape for call in calls])
     devices = tuple(dict.fromkeys([call.input.device for call in calls]))
-    lease = Lease(first.connection.owner, devices, statistics[0][0])
+    lease = Lease(first.connection.pools, devices, statistics[0][0])
     *pair, clamped = first.backend.merge(statistics, counts, total, first.layer, lease.workspace)
     mean_invstd = on_devices(pair, devices, lease)
     # A module may compute a parameter in its forward. Parameters that replicas got from it are equal, on all devices.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import backends
 from ..backends.base import GENERAL, Backend, BatchStatistics, Counts, LayerArguments, Pair
-from ..backends.workspaces import sent_to
+from ..backends.workspaces import WorkspacePools, sent_to
 
 __all__: list[str] = []
 
@@ -39,7 +39,7 @@ class Connection:
     master_device: torch.device | None = None  # statistics are sent there; None if it is unknown
     weight: Tensor | None = None  # the parameters that the replica got from its module
     bias: Tensor | None = None
-    owner: ref[Any] | None = None  # the wrapper, whose forward passes share workspaces; None: they share none
+    pools: ref[WorkspacePools] | None = None  # that the forward passes of a wrapper share; None: nothing is kept
     remembered: list["RememberedCall"] = field(default_factory=list)  # calls that a checkpoint may repeat
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -82,5 +82,5 @@ def measure(input: Tensor, layer: LayerArguments, connection: Connection) -> Rep
         statistics, memory = backend.statistics(input, layer.eps)
     else:
         statistics = backend.empty_statistics(input)
-    statistics = sent_to(statistics, connection.master_device or device, connection.owner)
+    statistics = sent_to(statistics, connection.master_device or device, connection.pools)
     return ReplicaCall(input, layer, connection, backend, kind, statistics, elements, memory)

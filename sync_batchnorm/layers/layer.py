@@ -115,8 +115,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
         pipe = ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id)
         of_replica = self._parameters if self.__dict__.get("_is_replica") else {}
         weight, bias = of_replica.get("weight"), of_replica.get("bias")
-        owner = getattr(ctx, "_sync_wrapper", None)  # The context of another package has none.
-        self.__dict__["_sync_connection"] = Connection(pipe, copy_id, ctx.master_device, weight, bias, owner)
+        pools = getattr(ctx, "_sync_pools", None)  # The context of another package has none.
+        self.__dict__["_sync_connection"] = Connection(pipe, copy_id, ctx.master_device, weight, bias, pools)
         if copy_id == 1 and self.training and self._active_group() is not None:
             raise RuntimeError(processes.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
 

@@ -7,6 +7,7 @@ from weakref import ref
 
 from torch import nn
 
+from ..backends.workspaces import WorkspacePools
 from ..current_replica import is_in_replica, raise_foreign_layer
 from ..meeting import DEFAULT_TIMEOUT, Coordinator, RunningCallback, SlavePipe, SyncMaster, running_callback
 from ..torch_private import names_of_modules
@@ -24,7 +25,7 @@ class CallbackContext:
     is put here belongs to this forward pass, and its master is the replica whose callback puts it here.
     """
 
-    _sync_wrapper: "ref[nn.Module] | None" = None  # whose forward passes share workspaces
+    _sync_pools: "ref[WorkspacePools] | None" = None  # that the forward passes of a wrapper share
 
     if TYPE_CHECKING:
 
@@ -61,14 +62,13 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
 
 def execute_callbacks(
-    modules: Sequence[nn.Module], coordinator: Coordinator, wrapper: nn.Module | None = None
+    modules: Sequence[nn.Module], coordinator: Coordinator, pools: "ref[WorkspacePools] | None" = None
 ) -> dict[str, CallbackContext]:
     """Execute the callbacks; return the context of each submodule that has one, by name."""
     named = names_of_modules(modules[0]).items()
     contexts = {name: CallbackContext() for module, name in named if hasattr(type(module), _CALLBACK)}
-    if wrapper is not None:
-        for ctx in contexts.values():
-            vars(ctx)["_sync_wrapper"] = ref(wrapper)
+    for ctx in contexts.values():
+        vars(ctx)["_sync_pools"] = pools
     paths = [(name, name.split(".") if name else (), ctx) for name, ctx in contexts.items()]
     here = RunningCallback(coordinator)
     token = running_callback.set(here)

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
+from ..backends.workspaces import pools_of
 from ..current_replica import is_in_replica
 from ..derived import derived_class
 from ..meeting import DEFAULT_TIMEOUT
@@ -176,7 +177,7 @@ class _ReplicationMixin(DataParallel[Any]):
         replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
         coordinator = new_coordinator(devices, self._sync_timeout)
         try:
-            contexts = execute_callbacks(replicas, coordinator, self)
+            contexts = execute_callbacks(replicas, coordinator, pools_of(self))
         except BaseException as error:
             coordinator.abort(error, 0.0)  # for a `SyncMaster` that a module keeps
             raise

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 from sync_batchnorm.backends import workspaces
-from sync_batchnorm.backends.workspaces import Lease, Workspace, WorkspacePool
+from sync_batchnorm.backends.workspaces import Lease, Workspace, WorkspacePool, pools_of
 
 pytestmark = pytest.mark.cuda
 
@@ -349,7 +349,7 @@ def test_no_python_code_runs_where_memory_is_given_back(lasts):
     """An exception of a signal, such as Ctrl-C, would be lost there."""
     wrapper, calls = torch.nn.Identity(), []
     vector, devices = torch.ones(3, device="cuda:0"), tuple(map(torch.device, ("cuda:0", "cuda:1")))
-    lease = Lease(weakref.ref(wrapper), devices, vector)
+    lease = Lease(pools_of(wrapper), devices, vector)
     workspace = lease.workspace
     if not lasts:
         del wrapper
@@ -358,7 +358,7 @@ def test_no_python_code_runs_where_memory_is_given_back(lasts):
     sys.setprofile(None)
     assert calls == ["c_call"]  # of `setprofile` itself
     if lasts:
-        assert Lease(weakref.ref(wrapper), devices, vector).workspace is workspace
+        assert Lease(pools_of(wrapper), devices, vector).workspace is workspace
 
 
 @needs_two_gpus
