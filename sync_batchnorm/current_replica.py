@@ -15,8 +15,8 @@ from .torch_private import uncompiled
 
 __all__: list[str] = []
 
-# The `Run` of a replica, set by `wrapper/run.py`. A weak reference: a thread that the replica has started may keep its
-# context longer than the forward pass lasts.
+# The `ReplicaRun` of this context, set by `wrapper/run.py`. A weak reference: a thread that the replica has started may
+# keep its context longer than the forward pass lasts.
 running: ContextVar[Callable[[], Any]] = ContextVar("sync_batchnorm_run", default=lambda: None)
 
 

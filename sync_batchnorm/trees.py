@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 __all__: list[str] = []
 
 Dims = Any  # what is named for a tree: a dimension, None for the whole, or a dict, list or tuple of such
-USUAL: Any = "usual"  # in place of a dimension: nothing is named
+UNSPECIFIED: Any = "usual"  # in place of a dimension: nothing is named
 Path = tuple[Any, ...]  # the name of a tree, and the keys, indices and fields that lead from it to a part
 
 _ATOMS = {NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
@@ -36,7 +36,7 @@ class Field(str):
     """The name of a field, in a path."""
 
 
-def written(path: Path) -> str:
+def format_path(path: Path) -> str:
     """Return a path as Python writes it."""
     return f"{path[0]}" + "".join([f".{key}" if isinstance(key, Field) else f"[{key!r}]" for key in path[1:]])
 
@@ -46,12 +46,12 @@ def format_dims(option: str, path: Path, dims: Dims) -> str:
     return f"{option}={functools.reduce(lambda of_key, key: {key: of_key}, reversed(path), dims)}"
 
 
-def is_list(kind: type) -> bool:
+def is_sequence_type(kind: type) -> bool:
     """Return whether objects of a class may have an entry for each sample; named tuples and shapes have none."""
     return issubclass(kind, (list, tuple)) and not hasattr(kind, "_fields") and kind is not torch.Size
 
 
-def moves(kind: type) -> bool:
+def has_to_method(kind: type) -> bool:
     """Return whether objects of a class have a method `to` that returns them on another device."""
     return hasattr(kind, "to") and not issubclass(kind, nn.Module)  # A module would be moved in place.
 
@@ -61,37 +61,39 @@ class Leaf(NamedTuple):
 
     path: Path
     value: Any
-    dim: Any  # an int, None or `USUAL`
+    dim: Any  # an int, None or `UNSPECIFIED`
 
-    def is_list(self) -> bool:
+    def splits_by_entry(self) -> bool:
         """Return whether this is a list that is cut or put together by its entries."""
-        return bool(self.dim == 0) and is_list(type(self.value))
+        return bool(self.dim == 0) and is_sequence_type(type(self.value))
 
     def must_move(self, device: torch.device) -> bool:
         """Return whether a single replica on a device cannot take this as it is."""
         if isinstance(self.value, Tensor):
             return self.value.device != device
-        return self.is_list() or (self.dim is None and moves(type(self.value)))
+        return self.splits_by_entry() or (self.dim is None and has_to_method(type(self.value)))
 
     def dimension(self, usual: int, remedy: str) -> int:
         """Return the dimension of a tensor that is named for it, or else the usual one."""
-        dim, number = usual if self.dim is USUAL else self.dim, self.value.dim()
+        dim, number = usual if self.dim is UNSPECIFIED else self.dim, self.value.dim()
         if -number <= dim < number:
             return int(dim % number)
-        raise ValueError(f"{written(self.path)} of shape {tuple(self.value.shape)} has no dimension {dim}; {remedy}")
+        raise ValueError(
+            f"{format_path(self.path)} of shape {tuple(self.value.shape)} has no dimension {dim}; {remedy}"
+        )
 
 
 class Tree:
     """A tree taken apart: its `leaves`, in order, and `build`, which makes such a tree of other leaves.
 
     `lists` has, by their paths, the lists and tuples for which nothing is named, each with where its leaves begin and
-    end. `hidden` has the path and the class of what holds tensors that are no leaves.
+    end. `unreachable` has the path and the class of what holds tensors that are no leaves.
     """
 
-    def __init__(self, tree: Any, dims: Dims = USUAL, path: Path = (), is_output: bool = False) -> None:
+    def __init__(self, tree: Any, dims: Dims = UNSPECIFIED, path: Path = (), is_output: bool = False) -> None:
         self.leaves: list[Leaf] = []
         self.lists: dict[Path, tuple[Sequence[Any], int, int]] = {}
-        self.hidden: list[tuple[Path, str]] = []
+        self.unreachable: list[tuple[Path, str]] = []
         self._is_output = is_output
         try:
             self.build = self._add(path, tree, dims)
@@ -111,16 +113,18 @@ class Tree:
             return next
         start, builds = len(self.leaves), []
         for key, child in children.items():
-            builds.append(self._add((*path, key), child, dims if of_children is None else of_children.get(key, USUAL)))
-        if dims is USUAL and is_list(kind):
+            builds.append(
+                self._add((*path, key), child, dims if of_children is None else of_children.get(key, UNSPECIFIED))
+            )
+        if dims is UNSPECIFIED and is_sequence_type(kind):
             self.lists[path] = tree, start, len(self.leaves)
         return lambda leaves: built(path, tree, children, [build(leaves) for build in builds])
 
     def _is_leaf(self, tree: Any, kind: Any, dims: Dims) -> bool:
-        if dims is USUAL and kind in (list, dict) and not self._is_output:  # A list of words is copied at once.
+        if dims is UNSPECIFIED and kind in (list, dict) and not self._is_output:  # A list of words is copied at once.
             return {*map(type, tree.values() if kind is dict else tree)} <= _ATOMS
-        is_by_entries = dims == 0 and is_list(kind) and not (self._is_output and issubclass(kind, tuple))
-        return is_by_entries or issubclass(kind, (Tensor, nn.Module)) or (dims is None and moves(kind))
+        is_by_entries = dims == 0 and is_sequence_type(kind) and not (self._is_output and issubclass(kind, tuple))
+        return is_by_entries or issubclass(kind, (Tensor, nn.Module)) or (dims is None and has_to_method(kind))
 
     def _children(self, path: Path, tree: Any, kind: Any, dims: Dims) -> dict[Any, Any]:
         """Return what a container holds that has tensors, or whose entries are named; nothing for a leaf."""
@@ -134,7 +138,7 @@ class Tree:
             attributes = getattr(tree, "__dict__", {}) if is_plain or dataclasses.is_dataclass(kind) else {}
             others = [value for name, value in attributes.items() if value is not children.get(name)]
             if (holds and not children and not is_plain) or holds_tensors(others):
-                self.hidden.append((path, kind.__name__))
+                self.unreachable.append((path, kind.__name__))
         return children
 
     def _dims_of(self, path: Path, children: dict[Any, Any], kind: Any, dims: Dims) -> dict[Any, Dims]:
@@ -153,8 +157,8 @@ class Tree:
         size = f" of {len(children)} entries" if children else ""
         several = f", or a {'tuple of as many' if has_entries else 'dict by its keys or fields'}" if children else ""
         raise ValueError(
-            f"{written(path)} is a {kind.__name__}{size}, but {option} names a {type(dims).__name__} for it, {dims!r}; "
-            f"name one dimension for all of it{several}{other}"
+            f"{format_path(path)} is a {kind.__name__}{size}, but {option} names a {type(dims).__name__} for it, "
+            f"{dims!r}; name one dimension for all of it{several}{other}"
         )
 
 
@@ -207,15 +211,15 @@ def built(path: Path, original: Any, keys: Collection[Any], items: list[Any]) ->
         return kind(items)
     children = dict(zip(keys, items, strict=True))
     try:
-        return children if kind is dict else _built_anew(original, kind, children)
+        return children if kind is dict else _rebuilt(original, kind, children)
     except Exception as error:
         raise TypeError(
-            f"cannot build {written(path)}, a {kind.__name__}, with other tensors: {error}; use a dict, or a dataclass "
-            "whose constructor takes its fields"
+            f"cannot build {format_path(path)}, a {kind.__name__}, with other tensors: {error}; use a dict, or a "
+            "dataclass whose constructor takes its fields"
         ) from error
 
 
-def _built_anew(original: Any, kind: Any, children: dict[Any, Any]) -> Any:
+def _rebuilt(original: Any, kind: Any, children: dict[Any, Any]) -> Any:
     if dataclasses.is_dataclass(kind):  # as are the outputs of transformers, which are dicts, too
         result = dataclasses.replace(original, **children)
         for name, child in children.items():  # The constructor has changed it, as it had changed that of the original.
@@ -238,7 +242,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 def named_leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
     """Return the leaves of a tree, in order, each with its path as Python writes it."""
-    return [(written(leaf.path), leaf.value) for leaf in Tree(tree, path=(name,), is_output=True).leaves]
+    return [(format_path(leaf.path), leaf.value) for leaf in Tree(tree, path=(name,), is_output=True).leaves]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -12,8 +12,8 @@ from helpers import assert_equal, in_threads
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, patch_replication_callback
-from sync_batchnorm.wrapper.copies import make_replicas
 from sync_batchnorm.wrapper.devices import as_device
+from sync_batchnorm.wrapper.replicas import make_replicas
 from sync_batchnorm.wrapper.scatter_gather import join
 
 R = 3  # replicas of most tests; every replica gets two rows

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .workspaces import Lease, Vectors, Workspace, sent_to
+from .workspaces import Lease, Vectors, Workspace, move_pair
 
 __all__: list[str] = []
 
@@ -171,7 +171,7 @@ class ForwardInput(Protocol):
         """Memory for the output, if `Backend.statistics` has returned some."""
 
 
-class BackwardPart(NamedTuple):
+class BackwardInput(NamedTuple):
     """What the gradients of one replica are made of, besides the statistics of the batch."""
 
     grad_output: Tensor | None  # None if the output does not enter the loss
@@ -251,7 +251,7 @@ class Backend:
             outputs.append(output)
         return outputs
 
-    def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
+    def gradients(self, parts: Sequence[BackwardInput], batch: BatchStatistics) -> Sequence[Gradients]:
         """Return the gradients of each replica.
 
         That of an input is None if it is not wanted; those of weight and bias may be None, for zeros, if the output
@@ -270,7 +270,7 @@ class Backend:
                 dy, dims, weight = part.grad_output.to(mean.dtype), reduced_dims(x), part.weight
                 grad_bias, grad_weight = dy.sum(dims), (dy * normalized).sum(dims)
                 pair = (grad_bias, grad_weight) if weight is None else (grad_bias * weight, grad_weight * weight)
-                sums.append(sent_to(pair, batch.master))
+                sums.append(move_pair(pair, batch.master))
             of_parameters.append((grad_weight, grad_bias))
             all_normalized.append(normalized)
         terms = batch.totals(sums, Workspace()) / batch.divisor
@@ -283,7 +283,7 @@ class Backend:
         return results
 
 
-def _input_gradient(part: BackwardPart, normalized: Tensor, invstd: Tensor, terms: Tensor) -> Tensor:
+def _input_gradient(part: BackwardInput, normalized: Tensor, invstd: Tensor, terms: Tensor) -> Tensor:
     """Return the gradient of the input of one replica, from its normalized input, and the `terms` of all replicas."""
     of_bias, of_weight = terms.to(part.input.device, non_blocking=True).chunk(2)
     # The first operand determines the memory format: that of the input.
@@ -301,7 +301,7 @@ def invstd_of(var: Tensor, eps: float, clamps: bool) -> tuple[Tensor, Tensor | N
     return (var + eps).rsqrt(), None
 
 
-def _statistics_in_graph(parts: Sequence[BackwardPart], batch: BatchStatistics) -> dict[torch.device, Pair]:
+def _statistics_in_graph(parts: Sequence[BackwardInput], batch: BatchStatistics) -> dict[torch.device, Pair]:
     """Return mean and invstd of the batch on each device, as functions of the inputs of all `parts`.
 
     Their values are those of the forward. Replicas that recorded no graph, and are not here, have constant inputs.
@@ -312,7 +312,7 @@ def _statistics_in_graph(parts: Sequence[BackwardPart], batch: BatchStatistics) 
         x = part.input.to(mean.dtype)
         deviations = x - per_channel(mean, x)
         pair = deviations.sum(reduced_dims(x)), deviations.square().sum(reduced_dims(x))
-        sums.append(sent_to(pair, batch.master))
+        sums.append(move_pair(pair, batch.master))
     moments = batch.totals(sums, Workspace()) / batch.divisor
     # About a constant, the mean of the forward: so mean and variance are exact in derivatives of any order.
     first, second = (moments - moments.detach()).chunk(2)  # zeros, in the graph
@@ -321,7 +321,7 @@ def _statistics_in_graph(parts: Sequence[BackwardPart], batch: BatchStatistics) 
     if batch.clamped is not None:
         change = change.masked_fill(batch.clamped, 0)
     pair = mean + first, (invstd.pow(-2) + change).rsqrt()
-    return {device: sent_to(pair, device) for device in batch.mean_invstd}
+    return {device: move_pair(pair, device) for device in batch.mean_invstd}
 
 
 GENERAL = Backend()

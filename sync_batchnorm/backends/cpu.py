@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .base import (
     Backend,
-    BackwardPart,
+    BackwardInput,
     BatchStatistics,
     ForwardInput,
     Gradients,
@@ -44,10 +44,10 @@ _norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _normalize_into = torch.ops.aten.native_batch_norm.out
 
 
-Line = tuple[Tensor, ...]  # what `line_of` returns
+Affine = tuple[Tensor, ...]  # what `as_batch_norm_args` returns
 
 
-def line_of(slope: Tensor, offset: Tensor) -> Line:
+def as_batch_norm_args(slope: Tensor, offset: Tensor) -> Affine:
     """Return what makes a batch norm of the function ``x * slope + offset`` of each channel, for all replicas.
 
     These are slope and offset, in the places of weight and bias, a mean of zeros and a variance of ones, ``(C,)`` each;
@@ -69,7 +69,7 @@ class Cpu(Backend):
 
     def normalize(self, calls: Sequence[ForwardInput], batch: BatchStatistics) -> list[Tensor]:
         outputs: list[Tensor] = []
-        line: Line | None = None
+        line: Affine | None = None
         mean, invstd = batch.mean_invstd[batch.master]
         for call in calls:
             if line is None or batch.parameters_differ:  # Otherwise slope and offset are those of the replica before.
@@ -77,13 +77,13 @@ class Cpu(Backend):
                 slope = _factor(invstd, weight, statistics_dtype(call.input.dtype))
                 # Made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
                 offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
-                line = line_of(slope, offset.to(slope.dtype))
+                line = as_batch_norm_args(slope, offset.to(slope.dtype))
             # Into memory, since torch then refuses tangents of forward mode, which would be lost.
             output = memory_for_output(call.input) if call.memory is None else call.memory
             outputs.append(affine(call.input, line, output))
         return outputs
 
-    def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
+    def gradients(self, parts: Sequence[BackwardInput], batch: BatchStatistics) -> Sequence[Gradients]:
         if not parts:
             return []
         invstd = batch.mean_invstd[batch.master][1]
@@ -107,7 +107,7 @@ class Cpu(Backend):
         return results
 
 
-def _sums(parts: Sequence[BackwardPart], batch: BatchStatistics, dtype: torch.dtype) -> Tensor:
+def _sums(parts: Sequence[BackwardInput], batch: BatchStatistics, dtype: torch.dtype) -> Tensor:
     """Return the sums of each replica, of dy and of dy * (x - mean) * invstd: ``(R, 2, C)``, in float64."""
     mean, invstd = batch.mean_invstd[batch.master]
     rounded, scale = mean.to(dtype), invstd.to(dtype)
@@ -120,7 +120,7 @@ def _sums(parts: Sequence[BackwardPart], batch: BatchStatistics, dtype: torch.dt
     return sums
 
 
-def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor | None, dtype: torch.dtype) -> Line:
+def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor | None, dtype: torch.dtype) -> Affine:
     """Return ``-factor / N * (sum_dy + (x - mean) * invstd * sum_dy_normalized)``.
 
     All replicas add this function of their inputs x to their gradients. A `factor` of None stands for `invstd`.
@@ -130,10 +130,10 @@ def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor | None, d
     offset, of_normalized = terms.div_(-batch.elements).unbind()
     # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
     slope = (of_normalized * invstd).to(dtype)
-    return line_of(slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype))
+    return as_batch_norm_args(slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype))
 
 
-def _input_gradient(part: BackwardPart, line: Line, factor: Tensor) -> Tensor:
+def _input_gradient(part: BackwardInput, line: Affine, factor: Tensor) -> Tensor:
     """Return the gradient of the input of one replica: the common terms, and `factor` times that of its output."""
     input, dy, dtype = part.input, part.grad_output, factor.dtype
     is_half = input.dtype != dtype  # Even a `to` that does nothing takes time.
@@ -143,7 +143,7 @@ def _input_gradient(part: BackwardPart, line: Line, factor: Tensor) -> Tensor:
     return grad_input.to(input.dtype) if is_half else grad_input
 
 
-def affine(input: Tensor, line: Line, out: Tensor | None = None) -> Tensor:
+def affine(input: Tensor, line: Affine, out: Tensor | None = None) -> Tensor:
     """Return ``input * slope + offset`` in the dtype and memory format of `input`, in one pass."""
     slope, offset, zeros, ones, none = line
     if input.dtype == slope.dtype and not input.is_contiguous():

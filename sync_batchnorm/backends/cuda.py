@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .base import (
     Backend,
-    BackwardPart,
+    BackwardInput,
     BatchStatistics,
     Counts,
     ForwardInput,
@@ -32,7 +32,7 @@ from .base import (
     memory_for_output,
     per_channel,
 )
-from .workspaces import Lease, Workspace, sent_to
+from .workspaces import Lease, Workspace, move_pair
 
 __all__: list[str] = []
 
@@ -88,7 +88,7 @@ class Cuda(Backend):
             outputs.append(output)
         return outputs
 
-    def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
+    def gradients(self, parts: Sequence[BackwardInput], batch: BatchStatistics) -> Sequence[Gradients]:
         sums: list[Pair] = []
         of_parameters: list[tuple[Tensor | None, Tensor | None]] = []
         for part in parts:
@@ -96,7 +96,7 @@ class Cuda(Backend):
                 of_parameters.append((None, None))
             else:
                 pair, grad_weight, grad_bias = _sums(part, part.grad_output, batch)
-                sums.append(sent_to(pair, batch.master, batch.lease.pools))
+                sums.append(move_pair(pair, batch.master, batch.lease.pools))
                 of_parameters.append((grad_weight, grad_bias))
         if not any([part.wants_input for part in parts]):
             return [(None, *grads) for grads in of_parameters]
@@ -106,11 +106,11 @@ class Cuda(Backend):
         totals = batch.totals(sums, lease.workspace)
         if isinstance(count, Tensor):
             totals, count = totals / count, 1
-        terms, pairs = lease.workspace.spread(totals, devices), zip(parts, of_parameters, strict=True)
+        terms, pairs = lease.workspace.broadcast(totals, devices), zip(parts, of_parameters, strict=True)
         return [(_input_gradient(part, terms[part.input.device], count, batch), *grads) for part, grads in pairs]
 
 
-def _sums(part: BackwardPart, grad_output: Tensor, batch: BatchStatistics) -> tuple[Pair, Tensor | None, Tensor]:
+def _sums(part: BackwardInput, grad_output: Tensor, batch: BatchStatistics) -> tuple[Pair, Tensor | None, Tensor]:
     """Return the two sums of one replica, and the gradients of its weight and bias."""
     mean, invstd = batch.mean_invstd[part.input.device]
     weight = part.weight
@@ -130,7 +130,7 @@ def _stacked(statistics: Sequence[Pair], counts: Counts, workspace: Workspace) -
     return workspace.halves, _counts(rows.device, tuple(filter(None, counts)), rows.dtype)
 
 
-def _input_gradient(part: BackwardPart, terms: Pair, count: int, batch: BatchStatistics) -> Tensor | None:
+def _input_gradient(part: BackwardInput, terms: Pair, count: int, batch: BatchStatistics) -> Tensor | None:
     """Return the gradient of the input of one replica; `terms` are the sums of all, `count` what to divide them by."""
     input, grad_output, weight = part.input, part.grad_output, part.weight
     if not part.wants_input:

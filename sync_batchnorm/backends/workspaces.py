@@ -5,9 +5,9 @@ again, with all its views. Whoever takes one may write into it whatever kernels 
 that use it run on default streams, in the order in which they were launched (NOTE [streams]). So it goes back as soon
 as nobody can launch another one: with the last reference to its `Lease`. No Python code runs then, in which Ctrl-C or
 an alarm would be lost: a weak reference to the lease calls `list.append`, and the next call looks into that list. Who
-refers to vectors of a workspace refers to the lease: through what `sent_to` returns; a backward pass while it runs; and
-through the `BatchStatistics` of a forward pass, which the graph and checkpoints keep. Where this fails, numbers are
-wrong: `tests/gpus/test_workspaces.py`.
+refers to vectors of a workspace refers to the lease: through the pair that `move_pair` returns; a backward pass while
+it runs; and through the `BatchStatistics` of a forward pass, which the graph and checkpoints keep. Where this fails,
+numbers are wrong: `tests/gpus/test_workspaces.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,17 +72,17 @@ class Workspace:
             torch.cat(vectors, out=self._stacked)
         return self.rows
 
-    def spread(self, flat: Tensor, devices: Sequence[torch.device]) -> Mapping[torch.device, Vectors]:
+    def broadcast(self, flat: Tensor, devices: Sequence[torch.device]) -> Mapping[torch.device, Vectors]:
         """Return the pair in `flat` on each of `devices`. It is on the first one, in its place if it has one."""
         if self.flat is None:
             self._copies = [flat.to(device, non_blocking=True) for device in devices[1:]]
             there = zip(devices, (flat, *self._copies), strict=True)
-            self._spread, self.flat = {device: copy.chunk(2) for device, copy in there}, flat
+            self._broadcast, self.flat = {device: copy.chunk(2) for device, copy in there}, flat
         elif len(self._copies) == 1:
             self._copies[0].copy_(flat, non_blocking=True)
         else:
             foreach_copy(self._copies, [flat] * len(self._copies), non_blocking=True)
-        return self._spread
+        return self._broadcast
 
 
 class Lease:
@@ -107,25 +107,25 @@ class Lease:
         self.workspace = Workspace() if pool is None else pool.take(self)
 
 
-class Held(tuple[Tensor, ...]):
+class LeasedPair(tuple[Tensor, ...]):
     """A pair in a workspace, which holds the right to use it."""
 
     lease: Lease
 
 
-def on_devices(pair: Vectors, devices: Sequence[torch.device], lease: Lease) -> Mapping[torch.device, Vectors]:
+def broadcast_pair(pair: Vectors, devices: Sequence[torch.device], lease: Lease) -> Mapping[torch.device, Vectors]:
     """Return `pair`, which is on the first of `devices`, on each of them."""
     if len(devices) == 1:
         return {devices[0]: pair}
-    return lease.workspace.spread(torch.cat(tuple(pair), out=lease.workspace.flat), devices)
+    return lease.workspace.broadcast(torch.cat(tuple(pair), out=lease.workspace.flat), devices)
 
 
-def sent_to(pair: Vectors, device: torch.device, pools: ref[WorkspacePools] | None = None) -> Vectors:
+def move_pair(pair: Vectors, device: torch.device, pools: ref[WorkspacePools] | None = None) -> Vectors:
     """Return `pair` on `device`: as it is if it is there, otherwise as a single copy of both."""
     devices = pair[0].device, device
     if devices[0] == device:
         return pair
     lease = Lease(pools, devices, pair[0])
-    held = Held(on_devices(pair, devices, lease)[device])
+    held = LeasedPair(broadcast_pair(pair, devices, lease)[device])
     held.lease = lease
     return held

@@ -17,7 +17,19 @@ from ..meeting import add_note
 from ..messages import check_module, check_number, collected_warnings, warn
 from .comparing import agree, gap, largest, numbers_of
 from .explaining import Investigation, text_of_failure, text_of_hooks
-from .passes import ROUNDING, Difference, FailsInReplicas, Key, Loss, Pass, Passes, Side, differences, pairs_of, scalars
+from .passes import (
+    ROUNDING,
+    CheckConfig,
+    Difference,
+    FailsInReplicas,
+    Key,
+    Loss,
+    Observed,
+    TwinRun,
+    differences,
+    pairs_of,
+    scalars,
+)
 
 __all__ = ["assert_matches_one_device"]
 
@@ -32,7 +44,7 @@ _REFUSED_BY_TORCH = {
     "Expected a non cpu device": "scatter(inputs, kwargs, device_ids)",
 }
 
-Pair = tuple[Pass, Pass]  # a pass on one device, and the same one in replicas
+Pair = tuple[Observed, Observed]  # a pass on one device, and the same one in replicas
 
 
 def assert_matches_one_device(
@@ -87,7 +99,7 @@ def assert_matches_one_device(
     with _random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         try:
             with collected_warnings() as warned, _steps_of_torch_named():
-                doubt = _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, path, replicas, loss, dtype))
+                doubt = _compare(CheckConfig(model, (inputs, dict(kwargs or {})), wrapper, path, replicas, loss, dtype))
         except (AssertionError, FailsInReplicas) as failure:
             error = AssertionError(text_of_failure(*failure.args)) if isinstance(failure, FailsInReplicas) else failure
             for text in warned:
@@ -124,13 +136,13 @@ def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
     return next(iter(outermost.items()), ("", None))
 
 
-def _compare(passes: Passes) -> str:
+def _compare(passes: CheckConfig) -> str:
     """Raise an error for the first difference beyond rounding; return what equal chunks may hide, or nothing."""
     one, many, doubt = None, None, ""
     for index in range(_PASSES):
-        one = one or Side(passes, True, index)
+        one = one or TwinRun(passes, True, index)
         of_one = _on_one_device(passes, one, index)
-        many = many or Side(passes, False, index)  # not before, to hold less at a time
+        many = many or TwinRun(passes, False, index)  # not before, to hold less at a time
         of_many = many.take(index)
         _refuse_unseen(passes, of_many)
         doubt = doubt or _hidden_by_equal_chunks(passes, of_one, of_many)
@@ -143,7 +155,7 @@ def _compare(passes: Passes) -> str:
     return doubt
 
 
-def _on_one_device(passes: Passes, one: Side, index: int) -> Pass:
+def _on_one_device(passes: CheckConfig, one: TwinRun, index: int) -> Observed:
     """Take a pass; an error gets a note."""
     try:
         return one.take(index)
@@ -168,7 +180,7 @@ def _steps_of_torch_named() -> Iterator[None]:
         raise
 
 
-def _refuse_unseen(passes: Passes, many: Pass) -> None:
+def _refuse_unseen(passes: CheckConfig, many: Observed) -> None:
     """Raise an error if there is no `loss`, and an output whose tensors nobody can see."""
     for path, kind in many["unseen"].items() if passes.loss is None else ():
         raise TypeError(
@@ -177,7 +189,7 @@ def _refuse_unseen(passes: Passes, many: Pass) -> None:
         )
 
 
-def _hidden_by_equal_chunks(passes: Passes, one: Pass, many: Pass) -> str:
+def _hidden_by_equal_chunks(passes: CheckConfig, one: Observed, many: Observed) -> str:
     """Return what equal chunks may hide: the means of chunks that differ, and whose mean is that of the batch."""
     are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
     if len({len(rows.here) for rows in passes.rows}) > 1 or not are_means:
@@ -189,7 +201,7 @@ def _hidden_by_equal_chunks(passes: Passes, one: Pass, many: Pass) -> str:
     )
 
 
-def _beyond_rounding(passes: Passes, index: int, pair: Pair) -> Difference | None:
+def _beyond_rounding(passes: CheckConfig, index: int, pair: Pair) -> Difference | None:
     """Return the first difference that a change of the parameters by rounding does not make, too."""
     rounding = _moved(passes, index, pair, ROUNDING[passes.dtype])
     for is_repeated in (False, True):
@@ -202,19 +214,19 @@ def _beyond_rounding(passes: Passes, index: int, pair: Pair) -> Difference | Non
     return None
 
 
-def _moved(passes: Passes, index: int, pair: Pair, noise: float) -> dict[Key, float]:
+def _moved(passes: CheckConfig, index: int, pair: Pair, noise: float) -> dict[Key, float]:
     """Return how far the tensors of a pass move, on one device or in replicas, if parameters move by `noise`."""
     moves = dict[Key, float]()
     for is_one, before in zip((True, False), pair, strict=True):
-        for key, now, then in pairs_of(Side(passes, is_one, index, noise).take(index), before):
+        for key, now, then in pairs_of(TwinRun(passes, is_one, index, noise).take(index), before):
             if now.shape == then.shape:
                 moves[key] = max(_MARGIN * largest(numbers_of(now) - numbers_of(then)), moves.get(key, 0.0))
     return moves
 
 
-def _is_state(passes: Passes, index: int, pair: Pair, name: str) -> bool:
+def _is_state(passes: CheckConfig, index: int, pair: Pair, name: str) -> bool:
     """Return whether a buffer ends a pass on one device with another value if it begins with another one."""
-    side = Side(passes, True, index)
+    side = TwinRun(passes, True, index)
     with suppress(Exception):  # if it depends on the buffer, or makes it anew
         buffer = dict(side.module.named_buffers())[name]
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)

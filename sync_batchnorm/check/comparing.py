@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..trees import children_of, leaves_of, named_leaves, tensors_in, with_leaves
-from .copies import Call, InDouble, Rows
+from .twin import CheckMode, ModuleCall, Rows
 
 __all__: list[str] = []
 
@@ -50,7 +50,7 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
     return relative if relative > tolerance else 0.0
 
 
-def much(by: float, actual: Tensor, expected: Tensor) -> str:
+def format_gap(by: float, actual: Tensor, expected: Tensor) -> str:
     """Return how much the gap between two tensors is, in words."""
     if by == math.inf:
         return "in its shape"
@@ -145,19 +145,19 @@ def mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     return with_leaves(tree, iter([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(tree)]))
 
 
-class OneDevice(InDouble):
+class RecordMode(CheckMode):
     """Keeps what goes into each call and comes out, until all replicas have been compared with it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
-        self.calls: dict[tuple[str, int], Call] = {}  # by their ends
+        self.calls: dict[tuple[str, int], ModuleCall] = {}  # by their ends
         # The version and the copy of each tensor, as long as that lives, in the forward pass.
         self._copies: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
-    def begin(self, call: Call, arguments: Any) -> None:
+    def begin(self, call: ModuleCall, arguments: Any) -> None:
         call.arguments = mapped(arguments, self._copy)
 
-    def end(self, call: Call, output: Any) -> None:
+    def end(self, call: ModuleCall, output: Any) -> None:
         call.output = mapped(output, self._copy)
         self.calls[call.key] = call
 
@@ -169,56 +169,56 @@ class OneDevice(InDouble):
         return self._copies[tensor][1]
 
 
-class Compared(InDouble):
+class CompareMode(CheckMode):
     """Compares each call in a replica with that on one device."""
 
-    def __init__(self, one: OneDevice, number: int, rows: Sequence[Rows], model: nn.Module) -> None:
+    def __init__(self, one: RecordMode, number: int, rows: Sequence[Rows], model: nn.Module) -> None:
         super().__init__(one.dtype)
         self._one, self._number, self._rows, self._model = one, number, rows, model  # the copy that has replicas
-        self.gets_other: Call | None = None  # the first call that does not get what it gets on one device
+        self.gets_other: ModuleCall | None = None  # the first call that does not get what it gets on one device
 
-    def begin(self, call: Call, arguments: Any) -> None:
+    def begin(self, call: ModuleCall, arguments: Any) -> None:
         on_one = self._one.calls.get(call.key)
         call.agrees = on_one is not None and agree(arguments, on_one.arguments, self._rows[self._number])
         # In containers of its own, without a graph.
         call.arguments = mapped(arguments, Tensor.detach) if call.agrees else None
         self.gets_other = self.gets_other or (None if call.agrees else call)
 
-    def end(self, call: Call, output: Any) -> None:
+    def end(self, call: ModuleCall, output: Any) -> None:
         on_one = self._one.calls.get(call.key)
         if on_one is None:
             return
         names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
         for actual, right in compared(output, on_one.output, self._rows[self._number]):
             if (by := gap(actual, right)) > call.gap:
-                call.gap, call.part, call.how = by, names[id(actual)], much(by, actual, right)
+                call.gap, call.part, call.how = by, names[id(actual)], format_gap(by, actual, right)
         call.module, call.number, call.arguments = None, self._number, call.arguments if call.gap else None
         on_one.in_replicas.append(call)
         if len(on_one.in_replicas) == len(self._rows) and not suspects_in(on_one, self._model):
             del self._one.calls[call.key]
 
 
-class Corrected(InDouble):
+class PatchMode(CheckMode):
     """Lets one call in a replica return what it returns on one device."""
 
-    def __init__(self, dtype: torch.dtype, on_one: Call, rows: Rows) -> None:
+    def __init__(self, dtype: torch.dtype, on_one: ModuleCall, rows: Rows) -> None:
         super().__init__(dtype)
         self._on_one, self._rows = on_one, rows
 
-    def end(self, call: Call, output: Any) -> Any:
+    def end(self, call: ModuleCall, output: Any) -> Any:
         pairs = compared(output, self._on_one.output, self._rows) if call.key == self._on_one.key else ()
         right = {id(actual): corrected(actual, right) for actual, right in pairs if gap(actual, right)}
         return mapped(output, lambda actual: right.get(id(actual), actual)) if right else None
 
 
-class OtherSamples(OneDevice):
+class OtherSamples(RecordMode):
     """Gives a call on one device another sample in place of each that the replica of a suspect does not have."""
 
-    def __init__(self, dtype: torch.dtype, on_one: Call, suspect: Call, rows: Rows) -> None:
+    def __init__(self, dtype: torch.dtype, on_one: ModuleCall, suspect: ModuleCall, rows: Rows) -> None:
         super().__init__(dtype)
         self._on_one, self._suspect, self._rows = on_one, suspect, rows
 
-    def begin(self, call: Call, arguments: Any) -> Any:
+    def begin(self, call: ModuleCall, arguments: Any) -> Any:
         super().begin(call, arguments)
         if call.key != self._on_one.key:
             return None
@@ -227,7 +227,7 @@ class OtherSamples(OneDevice):
         return mapped(arguments, lambda whole: chunk_of(whole, next(chunks), self._rows, others))
 
 
-def suspects_in(call: Call, model: nn.Module) -> list[Call]:
+def suspects_in(call: ModuleCall, model: nn.Module) -> list[ModuleCall]:
     """Return where a call gets what it gets on one device, and returns something else; `model` has replicas.
 
     What a layer that synchronizes returns depends on what it gets in all replicas.

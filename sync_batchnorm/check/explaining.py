@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import _SynchronizedBatchNorm, why_left
+from ..layers import _SynchronizedBatchNorm, reason_not_converted
 from ..meeting import ReplicaSyncError
 from ..torch_private import HOOKS, BatchNormBase
-from ..trees import children_of, is_list, tensors_in
+from ..trees import children_of, is_sequence_type, tensors_in
 from .comparing import (
     SCALARS,
-    Compared,
-    Corrected,
-    OneDevice,
+    CompareMode,
     OtherSamples,
+    PatchMode,
+    RecordMode,
     agree,
     compared,
     gap,
     numbers_of,
     suspects_in,
 )
-from .copies import Call, InDouble, closure_of, copied, shortened
 from .operations import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
-from .passes import IN_FORWARD, IN_PLACE, Difference, FailsInReplicas, Passes, Side, differences, scalars
+from .passes import IN_FORWARD, IN_PLACE, CheckConfig, Difference, FailsInReplicas, TwinRun, differences, scalars
+from .twin import CheckMode, ModuleCall, closure_of, copied, shortened
 
 __all__: list[str] = []
 
@@ -52,13 +52,13 @@ _PLAIN_NORM = "it calls F.batch_norm, or a batch norm that is no submodule; make
 class Investigation:
     """The pass that differs, taken again by other copies and recorded."""
 
-    def __init__(self, passes: Passes, index: int, difference: Difference) -> None:
+    def __init__(self, passes: CheckConfig, index: int, difference: Difference) -> None:
         self._passes, self._index, self._difference = passes, index, difference
-        self._one, self._many = (Side(passes, is_one, index) for is_one in (True, False))
+        self._one, self._many = (TwinRun(passes, is_one, index) for is_one in (True, False))
         self._lost = _different_attributes(self._one.module, self._many.module) if index else []
-        self._record = OneDevice(passes.dtype)
+        self._record = RecordMode(passes.dtype)
         self._of_one = self._one.take(index, difference.kind, [self._record])
-        modes = [Compared(self._record, i, passes.rows, self._many.module) for i in range(len(passes.rows))]
+        modes = [CompareMode(self._record, i, passes.rows, self._many.module) for i in range(len(passes.rows))]
         self._of_many = self._many.take(index, difference.kind, modes)
         others = [mode.gets_other for mode in modes if mode.gets_other and mode.gets_other.key[0] != passes.name]
         self._gets_other = _name_of_call(others[0], self._many.module) if others else ""
@@ -123,11 +123,11 @@ class Investigation:
         # A hook may have set it, on the model.
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
-    def _changes(self, modes: Sequence[InDouble]) -> bool:
+    def _changes(self, modes: Sequence[CheckMode]) -> bool:
         """Return whether the caller sees something else in replicas with these modes."""
         kind, name = self._difference[:2]
         with suppress(FailsInReplicas):  # What a call returns on one device may not fit into a replica.
-            seen = Side(self._passes, False, self._index).take(self._index, kind, modes)[kind]
+            seen = TwinRun(self._passes, False, self._index).take(self._index, kind, modes)[kind]
             return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
         return False
 
@@ -137,7 +137,7 @@ class Investigation:
         is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
         if kind not in ("loss", "gradient") and not is_number:
             return []
-        one, many = (Side(self._passes, is_one, is_moved=False).take(0, "loss") for is_one in (True, False))
+        one, many = (TwinRun(self._passes, is_one, is_moved=False).take(0, "loss") for is_one in (True, False))
         if self._index or not any(other.kind in IN_FORWARD for other in differences(one, many)):
             one, many = self._of_one, self._of_many
         pairs = sorted(scalars(one, many), key=lambda pair: agree(pair[0].mean(), pair[1]))
@@ -158,13 +158,13 @@ class Investigation:
         """Return the first call that gets what it gets on one device, returns something else, and matters; and why."""
         model, passes = self._many.module, self._passes
         for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
-            if self._changes([Corrected(passes.dtype, call, rows) for rows in passes.rows]):
+            if self._changes([PatchMode(passes.dtype, call, rows) for rows in passes.rows]):
                 suspect, cause = self._cause(call, suspects_in(call, model), state)
                 where = f"{suspect.part} of {_name_of_call(call, model)}, in replica {suspect.number}"
                 return f"first difference: {where}, {suspect.how}", cause
         return "", ""
 
-    def _cause(self, call: Call, suspects: Sequence[Call], state: str) -> tuple[Call, str]:
+    def _cause(self, call: ModuleCall, suspects: Sequence[ModuleCall], state: str) -> tuple[ModuleCall, str]:
         """Return in which replica a call differs, and the line, or another cause that is known."""
         suspect, module = suspects[0], self._many.module.get_submodule(call.key[0])
         cause = _cause_in_norm(module, suspect.called, len(call.in_replicas)) or self._changed_parameter(call) or state
@@ -179,7 +179,7 @@ class Investigation:
         text = line.text + (line.why and f": {line.why}") if line else ""
         return suspect, "; ".join(filter(None, [text, *self._beside(line, suspect, call)]))
 
-    def _beside(self, line: Line | None, suspect: Call, call: Call) -> list[str]:
+    def _beside(self, line: Line | None, suspect: ModuleCall, call: ModuleCall) -> list[str]:
         """Return what is known beside a line, or in its place."""
         module, operation = self._many.module.get_submodule(call.key[0]), line and line.operation
         has_norms = any(map(_uses_batch, module.modules()))
@@ -197,19 +197,19 @@ class Investigation:
             return [self._changed_attributes(call)] if line.why == CHANGES else []
         return [self._whole_list(suspect, call) or self._rows_of_arguments()]
 
-    def _mixes_samples(self, call: Call, suspect: Call) -> bool:
+    def _mixes_samples(self, call: ModuleCall, suspect: ModuleCall) -> bool:
         """Return whether a call on one device returns something else for a replica's samples beside other ones."""
         dtype, rows = self._passes.dtype, self._passes.rows[suspect.number]
-        others, replicas = OtherSamples(dtype, call, suspect, rows), [OneDevice(dtype) for _ in self._passes.rows]
+        others, replicas = OtherSamples(dtype, call, suspect, rows), [RecordMode(dtype) for _ in self._passes.rows]
         with suppress(Exception):  # It may not run again.
-            Side(self._passes, True, self._index).take(self._index, "output", [others])
-            Side(self._passes, False, self._index).take(self._index, "output", replicas)
+            TwinRun(self._passes, True, self._index).take(self._index, "output", [others])
+            TwinRun(self._passes, False, self._index).take(self._index, "output", replicas)
             output = replicas[suspect.number].calls[call.key].output
             pairs = [compared(output, whole, rows) for whole in (others.calls[call.key].output, call.output)]
             return any(gap(other, right) for (_, other), (_, right) in zip(*pairs, strict=True))
         return False
 
-    def _whole_list(self, suspect: Call, call: Call) -> str:
+    def _whole_list(self, suspect: ModuleCall, call: ModuleCall) -> str:
         arguments = [[*args, *kwargs.values()] for args, kwargs in (suspect.arguments, call.arguments)]
         total = self._passes.rows[0].total
         pairs = zip(*arguments, strict=False)
@@ -219,15 +219,15 @@ class Investigation:
         # Whose rows are cut wrongly cannot be known, unless there is a single tensor.
         return _NO_SAMPLES if is_open or self._passes.path or len(tensors_in(self._passes.arguments)) > 1 else ""
 
-    def _changed_attributes(self, call: Call) -> str:
+    def _changed_attributes(self, call: ModuleCall) -> str:
         names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
         return names and f"{names} changed in this pass"
 
-    def _cause_in_class(self, module: nn.Module, call: Call) -> str:
+    def _cause_in_class(self, module: nn.Module, call: ModuleCall) -> str:
         """Return whether a class computes something else, on one device, than the class that it has replaced."""
         if type(module) is not type(call.module):
             args, kwargs = call.arguments
-            with suppress(Exception), InDouble(self._passes.dtype):
+            with suppress(Exception), CheckMode(self._passes.dtype):
                 now, then = (copied(each, self._passes.dtype)(*args, **kwargs) for each in (module, call.module))
                 if not agree(now, then):
                     names = f"{type(module).__name__} computes something else than {type(call.module).__name__}"
@@ -241,7 +241,7 @@ class Investigation:
                 line = line_of_gradient(self._passes, self._index, str(self._difference.name))
         return line.text + (line.why and f": {line.why}") if line else ""
 
-    def _changed_parameter(self, call: Call) -> str:
+    def _changed_parameter(self, call: ModuleCall) -> str:
         """Return what to do about a parameter that the call changes in replicas in another way than on one device."""
         one, many = (taken["parameter"] for taken in (self._of_one, self._of_many))
         for name, _ in call.module.named_parameters(prefix=call.key[0]):
@@ -251,7 +251,7 @@ class Investigation:
         return ""
 
 
-def _text_of_calls(model: nn.Module, on_one: Mapping[str, int], modes: Sequence[InDouble], remedy: str = "") -> str:
+def _text_of_calls(model: nn.Module, on_one: Mapping[str, int], modes: Sequence[CheckMode], remedy: str = "") -> str:
     """Return which synchronized layer replicas call another number of times than one device."""
     for name in [name for name, module in model.named_modules() if _synchronizes(module)]:
         others = [mode.begun[name] for mode in modes]
@@ -280,7 +280,7 @@ def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], r
     return [text, numbers]
 
 
-def text_of_failure(error: Exception, passes: Passes, model: nn.Module, modes: Sequence[InDouble]) -> str:
+def text_of_failure(error: Exception, passes: CheckConfig, model: nn.Module, modes: Sequence[CheckMode]) -> str:
     """Return what only replicas raise, and in which module; `model` has the replicas."""
     calls = _text_of_calls(model, passes.begun, modes, _AS_OFTEN) if isinstance(error, ReplicaSyncError) else ""
     text = f"runs on one device, but not in replicas: {type(error).__name__}: {calls or shortened(error, 30)}"
@@ -339,14 +339,14 @@ def _holds_list(some: Any, whole: Any, length: int) -> bool:
     """
     if isinstance(some, Tensor):
         return some.dim() > 0 and len(some) == length and some.shape == getattr(whole, "shape", None)
-    entries = [*some] if is_list(type(some)) else []
+    entries = [*some] if is_sequence_type(type(some)) else []
     is_whole = len(entries) == length and not all(isinstance(entry, Tensor) and entry.dim() for entry in entries)
     of_some, parts = children_of(some), children_of(whole)
     inside = [_holds_list(child, parts.get(key), length) for key, child in of_some.items()]
     return is_whole or (len(of_some) == len(parts) and any(inside))
 
 
-def _name_of_call(call: Call, model: nn.Module) -> str:
+def _name_of_call(call: ModuleCall, model: nn.Module) -> str:
     """Return the name of a module, and its class, with the file if a base of the class has the same name."""
     (name, number), cls = call.key, type(model.get_submodule(call.key[0]))
     has_namesake = cls.__name__ in [base.__name__ for base in cls.__mro__[1:]]
@@ -356,7 +356,7 @@ def _name_of_call(call: Call, model: nn.Module) -> str:
 
 def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
     """Return why a batch norm does not synchronize in a replica; nothing if that is not the cause."""
-    if reason := why_left(module, {}):
+    if reason := reason_not_converted(module, {}):
         return f"a batch norm that convert_model leaves as it is: it {reason.partition(' ')[2]}"
     if not isinstance(module, _SynchronizedBatchNorm):
         is_plain = isinstance(module, BatchNormBase)

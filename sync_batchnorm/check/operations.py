@@ -45,7 +45,7 @@ from ..trees import children_of, tensors_in
 from .comparing import (
     SCALARS,
     WHOLE,
-    OneDevice,
+    RecordMode,
     agree,
     chunk_of,
     compared,
@@ -56,8 +56,8 @@ from .comparing import (
     leaves_by_path,
     mapped,
 )
-from .copies import Call, InDouble, Rows, border, seed
-from .passes import FailsInReplicas, Passes, Side, go_backward
+from .passes import CheckConfig, FailsInReplicas, TwinRun, go_backward
+from .twin import CheckMode, ModuleCall, Rows, notify_module_call, seed
 
 __all__: list[str] = []
 
@@ -160,7 +160,7 @@ class Operation:
         return False
 
 
-class _SeesOperations(InDouble):
+class _SeesOperations(CheckMode):
     """Sees the operations of one call of a module, or, without a key, those of the user in a backward pass."""
 
     def __init__(self, dtype: torch.dtype, key: Key | None) -> None:
@@ -171,7 +171,7 @@ class _SeesOperations(InDouble):
         self._running_children = dict[int, Operation]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operation = None if func is border or in_transform() else self._begun(getattr(func, "__name__", ""))
+        operation = None if func is notify_module_call or in_transform() else self._begun(getattr(func, "__name__", ""))
         if operation is None:
             return super().__torch_function__(func, types, args, kwargs)
         operation.called = func, args, kwargs or {}
@@ -186,12 +186,12 @@ class _SeesOperations(InDouble):
             return iter(self.give(operation, list(output)))
         return self.give(operation, output)
 
-    def begin(self, call: Call, arguments: Any) -> None:
+    def begin(self, call: ModuleCall, arguments: Any) -> None:
         if operation := self._begun(f"call of {call.key[0]}", call.module):
             self._running_children[id(call)] = operation
             self.get(operation, _plain(arguments))
 
-    def end(self, call: Call, output: Any) -> Any:
+    def end(self, call: ModuleCall, output: Any) -> Any:
         operation = self._running_children.pop(id(call), None)
         return self.give(operation, output) if operation else None
 
@@ -246,7 +246,7 @@ def _id(leaf: Any) -> int:
     return id(leaf.data if isinstance(leaf, PackedSequence) else leaf)
 
 
-class RecordOperations(_SeesOperations, OneDevice):
+class RecordOperations(_SeesOperations, RecordMode):
     """Keeps what operations get and return on one device; may seed generators as the call begins."""
 
     def __init__(self, dtype: torch.dtype, key: Key | None, seed: int | None = None) -> None:
@@ -256,7 +256,7 @@ class RecordOperations(_SeesOperations, OneDevice):
         self.arguments = self.output = None  # of the call
         self.caller: Place | None = None  # if that is the user, and no container
 
-    def begin(self, call: Call, arguments: Any) -> None:
+    def begin(self, call: ModuleCall, arguments: Any) -> None:
         if call.key == self.key:
             frame, _ = _frame_of_user(self._running[-1].module)
             if frame and self._running[-1].module is not None:
@@ -266,7 +266,7 @@ class RecordOperations(_SeesOperations, OneDevice):
                 seed(self._seed)
         _SeesOperations.begin(self, call, arguments)
 
-    def end(self, call: Call, output: Any) -> None:
+    def end(self, call: ModuleCall, output: Any) -> None:
         if call.key == self.key:
             self.output = mapped(output, self._copy)
         _SeesOperations.end(self, call, output)
@@ -299,7 +299,7 @@ class CorrectOperations(_SeesOperations):
         self.output: Any = None
         self.of_output: Operation | None = None  # what gets the output
 
-    def end(self, call: Call, output: Any) -> Any:
+    def end(self, call: ModuleCall, output: Any) -> Any:
         if call.key != self.key:
             return super().end(call, output)
         pairs = list(compared(output, self.one.output, self._rows[0]))
@@ -378,14 +378,14 @@ class Line(NamedTuple):
     why: str = ""
 
 
-def line_of_call(passes: Passes, index: int, key: Key, numbers: Sequence[int]) -> Line | None:
+def line_of_call(passes: CheckConfig, index: int, key: Key, numbers: Sequence[int]) -> Line | None:
     """Return the line of a call with which one of these replicas begins to differ in a pass."""
     one = _recorded(passes, index, key)
 
     def take(accepts: Accepts) -> Sequence[CorrectOperations]:
         modes = [CorrectOperations(one, [rows], accepts) for rows in passes.rows]
         with suppress(FailsInReplicas):  # What an operation returns on one device may not fit into a replica.
-            Side(passes, False, index).take(index, "output", modes)
+            TwinRun(passes, False, index).take(index, "output", modes)
             return modes
         return ()
 
@@ -395,11 +395,11 @@ def line_of_call(passes: Passes, index: int, key: Key, numbers: Sequence[int]) -
     return line._replace(why=_why(passes, index, one, line.operation)) if line and line.operation else line
 
 
-def line_of_gradient(passes: Passes, index: int, name: str) -> Line | None:
+def line_of_gradient(passes: CheckConfig, index: int, name: str) -> Line | None:
     """Return the line of a hook or a function with which a gradient begins to differ in the backward pass."""
 
-    def gradient(is_one: bool, mode: InDouble) -> Any:
-        side = Side(passes, is_one, index)
+    def gradient(is_one: bool, mode: CheckMode) -> Any:
+        side = TwinRun(passes, is_one, index)
         side.backward_mode = mode
         return side.take(index)["gradient"][name]
 
@@ -518,15 +518,15 @@ def _other_way(operation: Operation | None, mode: CorrectOperations, number: int
     return Line(text, number, replace(ways[0][0], on_one=None)) if ways else None
 
 
-def _recorded(passes: Passes, index: int, key: Key | None, seed: int | None = None) -> RecordOperations:
+def _recorded(passes: CheckConfig, index: int, key: Key | None, seed: int | None = None) -> RecordOperations:
     one = RecordOperations(passes.dtype, key, seed)
-    Side(passes, True, index).take(index, "output", [one])
+    TwinRun(passes, True, index).take(index, "output", [one])
     return one
 
 
-def _why(passes: Passes, index: int, one: RecordOperations, operation: Operation) -> str:
+def _why(passes: CheckConfig, index: int, one: RecordOperations, operation: Operation) -> str:
     """Return whether state or random numbers make an operation differ, by a repetition and by other seeds."""
-    side = Side(passes, True, index, is_moved=False)  # with the same parameters in both passes
+    side = TwinRun(passes, True, index, is_moved=False)  # with the same parameters in both passes
     first, again = (RecordOperations(passes.dtype, one.key) for _ in range(2))
     side.take(index, "output", [first])
     side.take(index, "output", [again])

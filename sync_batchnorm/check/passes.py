@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..processes import active_group
-from ..trees import Tree, leaves_of, named_leaves, tensors_in, with_leaves, written
+from ..trees import Tree, format_path, leaves_of, named_leaves, tensors_in, with_leaves
 from ..wrapper import Arguments
-from .comparing import LEAST, SCALARS, agree, gap, largest, much, tolerance_of
-from .copies import Copy, InDouble, Rows, copied, rows_of_chunks, seed, wrapper_like
+from .comparing import LEAST, SCALARS, agree, format_gap, gap, largest, tolerance_of
+from .twin import CheckMode, Rows, Twin, copied, rows_of_chunks, seed, wrapper_like
 
 __all__: list[str] = []
 
@@ -27,7 +27,7 @@ Key = tuple[str, Any]  # the kind of what the caller sees, and its name
 # What the caller sees of a pass, by kind and name: tensors; as "value", numbers, flags and strings among the outputs;
 # as "path", where each output is; as "returned", the numbers of each replica; as "added", the gradients that parameters
 # have after the forward pass; as "assigned", the names of what it has assigned other tensors to.
-Pass = dict[str, dict[Any, Any]]
+Observed = dict[str, dict[Any, Any]]
 
 
 class FailsInReplicas(Exception):
@@ -35,7 +35,7 @@ class FailsInReplicas(Exception):
 
 
 @dataclass
-class Passes:
+class CheckConfig:
     """What all passes have in common."""
 
     model: nn.Module
@@ -62,16 +62,18 @@ class Passes:
     def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
         """Take note of the rows of each chunk, when the wrapper gets the whole batch."""
         self.rows = self.rows or rows_of_chunks(parallel, self.replicas, inputs, kwargs)
-        lists = [leaf.value for leaf in Arguments(parallel, inputs, kwargs, 1).tree.leaves if leaf.is_list()]
+        lists = [leaf.value for leaf in Arguments(parallel, inputs, kwargs, 1).tree.leaves if leaf.splits_by_entry()]
         self.pads = any(len({entry.shape for entry in entries if isinstance(entry, Tensor)}) > 1 for entries in lists)
 
 
-class Side(Copy):
+class TwinRun(Twin):
     """A copy that has taken some passes, on one device or in replicas, and takes more."""
 
-    backward_mode: InDouble | None = None
+    backward_mode: CheckMode | None = None
 
-    def __init__(self, passes: Passes, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True) -> None:
+    def __init__(
+        self, passes: CheckConfig, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True
+    ) -> None:
         super().__init__(passes.model, passes.arguments, passes.dtype, is_one)
         self._passes, self._is_one, self._is_moved = passes, is_one, is_moved
         inside: Any = dict(self.module.named_modules())[passes.path]  # A script refuses get_submodule.
@@ -85,10 +87,10 @@ class Side(Copy):
         for before in range(index):
             self.take(before)
 
-    def take(self, index: int, kind: str = "gradient", modes: Sequence[InDouble] = ()) -> Pass:
+    def take(self, index: int, kind: str = "gradient", modes: Sequence[CheckMode] = ()) -> Observed:
         """Take a pass, as far as tensors of a kind need it; its index gives random numbers, others in replicas."""
         self.move(index, 0.01 * self._is_moved)  # before the first pass, too: equal copies hide what stands before them
-        self.parallel.modes = modes or [InDouble(self._passes.dtype) for _ in range(self._passes.replicas)]
+        self.parallel.modes = modes or [CheckMode(self._passes.dtype) for _ in range(self._passes.replicas)]
         seed(index if self._is_one or self._passes.path else 1000 + index)
         try:
             return self._taken(index < _TRAINING and kind not in IN_FORWARD)
@@ -97,7 +99,7 @@ class Side(Copy):
                 raise
             raise FailsInReplicas(error, self._passes, self.module, self.parallel.modes) from error
 
-    def _taken(self, has_backward: bool) -> Pass:
+    def _taken(self, has_backward: bool) -> Observed:
         dtype, module, parallel = self._passes.dtype, self.module, self.parallel
         leaves = [_fresh(leaf) for leaf in leaves_of(self.arguments)]
         asking = {f"input {i}": leaf for i, leaf in enumerate(leaves) if getattr(leaf, "requires_grad", False)}
@@ -105,22 +107,22 @@ class Side(Copy):
         inputs, kwargs = with_leaves(self.arguments, iter(leaves))
         memory = self.memory()
         self.order.clear()
-        with parallel.modes[0] if self._is_one else InDouble(dtype) as mode:
+        with parallel.modes[0] if self._is_one else CheckMode(dtype) as mode:
             output = (module if self._passes.path else parallel)(*inputs, **kwargs)
         self._passes.begun = mode.begun if self._is_one else self._passes.begun
         outputs, seen = self._outputs(output), self._after_forward(output, memory)
-        with InDouble(dtype):
+        with CheckMode(dtype):
             loss = self._random_loss(outputs) if self._passes.loss is None else self._passes.loss(output)
         _check_loss(loss, outputs)
         if has_backward and loss.requires_grad:
-            go_backward(loss, initial.values(), self.backward_mode or InDouble(dtype))
+            go_backward(loss, initial.values(), self.backward_mode or CheckMode(dtype))
         grads = {name: initial[name].grad for name in self.order | initial}
         module.zero_grad()
         parallel.returned = ()
         losses = {self._passes.loss and "loss": loss.detach().reshape(())}
         return seen | {"output": dict(enumerate(map(Tensor.detach, outputs))), "loss": losses, "gradient": grads}
 
-    def _after_forward(self, output: Any, memory: Mapping[str, Tensor]) -> Pass:
+    def _after_forward(self, output: Any, memory: Mapping[str, Tensor]) -> Observed:
         """Return what is seen after the forward pass, but for the outputs; `memory`: of tensors before."""
         named = named_leaves(output, "output")
         # Of a norm, a class of the user's own may not count the calls.
@@ -175,8 +177,8 @@ def _unseen_in(output: Any) -> dict[str, str]:
     compared = [leaf.path for leaf in tree.leaves if isinstance(leaf.value, (Tensor, *SCALARS))]
     empty = (NoneType, list, tuple, dict)
     others = {leaf.path: leaf.value for leaf in tree.leaves if not isinstance(leaf.value, empty)}
-    unseen = tree.hidden if compared else [(path, type(value).__name__) for path, value in others.items()]
-    return {written(path): kind for path, kind in unseen if not any(path == at[: len(path)] for at in compared)}
+    unseen = tree.unreachable if compared else [(path, type(value).__name__) for path, value in others.items()]
+    return {format_path(path): kind for path, kind in unseen if not any(path == at[: len(path)] for at in compared)}
 
 
 def _fresh(leaf: Any) -> Any:
@@ -185,7 +187,7 @@ def _fresh(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_data else leaf
 
 
-def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: InDouble) -> None:
+def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
     """Compute gradients, and leave none on other tensors than those of the copy, such as the user's parameters."""
     known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
     nodes = new = set[Any]({edge.node})
@@ -221,7 +223,7 @@ class Difference(NamedTuple):
     look: str = ""  # for what, where no line is found
 
 
-def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = None) -> Iterator[Difference]:
+def differences(one: Observed, many: Observed, rounding: Mapping[Key, float] | None = None) -> Iterator[Difference]:
     """Yield what differs for the caller by more than `rounding`, in the order of the pass."""
     yield from _different_structures(one, many)
     is_number = any(True for _ in scalars(one, many))  # Each replica returns a loss, or sums for one.
@@ -233,7 +235,7 @@ def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = No
         rounding_of_largest = ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
         size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
-            text, why = _text_of(kind, name, (actual, expected), much(by, actual, expected), (one, many))
+            text, why = _text_of(kind, name, (actual, expected), format_gap(by, actual, expected), (one, many))
             look = f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
             if kind == "parameter" and name not in many[kind]:
                 text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
@@ -243,7 +245,9 @@ def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = No
             agreed = f", while that of {name}, before it, agrees; if no branch leads past that, look between these two"
 
 
-def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, passes: tuple[Pass, Pass]) -> tuple[str, str]:
+def _text_of(
+    kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, passes: tuple[Observed, Observed]
+) -> tuple[str, str]:
     """Return what differs, and why, where that is known; `passes`: that on one device first."""
     one, many = passes
     if kind == "output":
@@ -261,7 +265,7 @@ def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, passes
     return text, _ASSIGNED if name in one["assigned"] else IN_PLACE if kind == "buffer" else _CHANGED
 
 
-def _different_structures(one: Pass, many: Pass) -> Iterator[Difference]:
+def _different_structures(one: Observed, many: Observed) -> Iterator[Difference]:
     of_one, of_many = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
     if len(of_one) != len(of_many) or any(a != b and math.prod(a) != 1 for a, b in zip(of_one, of_many, strict=True)):
         shapes = [
@@ -273,7 +277,7 @@ def _different_structures(one: Pass, many: Pass) -> Iterator[Difference]:
             yield Difference("value", path, f"{path} is {value!r} on one device, {other!r} in replicas", _ROWS)
 
 
-def pairs_of(actual: Pass, expected: Pass) -> Iterator[tuple[Key, Tensor, Tensor]]:
+def pairs_of(actual: Observed, expected: Observed) -> Iterator[tuple[Key, Tensor, Tensor]]:
     """Yield the tensors of two passes, zeros for one that is None, or is there on one side only."""
     for kind in _KINDS:
         for name, tensor in expected[kind].items():
@@ -290,7 +294,7 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
     return f"its norm in replicas is {size / whole:.3} times that on one device"
 
 
-def scalars(one: Pass, many: Pass) -> Iterator[tuple[Tensor, Tensor, str]]:
+def scalars(one: Observed, many: Observed) -> Iterator[tuple[Tensor, Tensor, str]]:
     """Yield the numbers of replicas, that of one device, and the name of the output, for each number that a chunk has.
 
     A number that is the same in all replicas and on one device, as a temperature, is none of a chunk.

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import GENERAL, BackwardPart, BatchStatistics
+from ..backends.base import GENERAL, BackwardInput, BatchStatistics
 from ..backends.streams import in_order_with_engine, on_default_streams
 from ..torch_private import fast_apply, graph_task_id, keeps_graph, set_grad_enabled, uncompiled
 from .replica_call import ReplicaCall
@@ -129,11 +129,11 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of input, weight and bias of the first replica, of the second one, and so on."""
     is_differentiated = torch.is_grad_enabled()
-    backward_parts: dict[Saved, BackwardPart] = {}
+    backward_parts: dict[Saved, BackwardInput] = {}
     for entry, grad_output in zip(saved, grad_outputs, strict=True):
         if entry.is_read(grad_output):
             input, weight = entry.unpack()
-            backward_parts[entry] = BackwardPart(grad_output, input, weight, entry.wants_input())
+            backward_parts[entry] = BackwardInput(grad_output, input, weight, entry.wants_input())
     backend = GENERAL if is_differentiated else batch.backend
     computed = dict(zip(backward_parts, backend.gradients(list(backward_parts.values()), batch), strict=True))
     if not keeps_graph():

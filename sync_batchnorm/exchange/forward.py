@@ -26,12 +26,12 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..backends.base import BatchStatistics, LayerArguments, single_value
 from ..backends.streams import are_default, on_default_streams
-from ..backends.workspaces import Lease, on_devices, sent_to
+from ..backends.workspaces import Lease, broadcast_pair, move_pair
 from ..processes import Peers
 from ..torch_private import any_autocast, graph_task_id, hooks_of_thread, set_grad_enabled, without_modes
 from .backward import connect_to_graph
 from .recomputation import recompute
-from .replica_call import ALONE, Answer, Connection, Gathered, RememberedCall, ReplicaCall, measure
+from .replica_call import ALONE, Answer, Connection, GatheredStatistics, RememberedCall, ReplicaCall, measure
 from .saved import Saved, save
 
 __all__: list[str] = []
@@ -108,7 +108,7 @@ def _exchange_alone(
     """Normalize the input of the only replica of this process, with the statistics of all processes."""
     call = measure(input, layer, ALONE)
     if peers is None:
-        gathered: Gathered = [call.statistics], [call.elements], call.elements
+        gathered: GatheredStatistics = [call.statistics], [call.elements], call.elements
     else:
         gathered = peers.gathered_statistics(call.statistics, call.elements, call.backend.merge_dtype)
     batch = _merge_statistics([call], gathered, peers)
@@ -125,14 +125,16 @@ def merge_replicas(messages: Sequence[tuple[Hashable, Message]]) -> Sequence[tup
         raise _different(calls)
     master = calls[0].input.device
     counts = [call.elements for call in calls]
-    gathered: Gathered = [sent_to(call.statistics, master) for call in calls], counts, sum(counts)
+    gathered: GatheredStatistics = [move_pair(call.statistics, master) for call in calls], counts, sum(counts)
     batch = _merge_statistics(calls, gathered, None)
     normalized = batch.backend.normalize(calls, batch)
     outputs = connect_to_graph([message for _, message in messages], normalized, batch)
     return [(identifier, (batch, gathered, output)) for (identifier, _), output in zip(messages, outputs, strict=True)]
 
 
-def _merge_statistics(calls: Sequence[ReplicaCall], gathered: Gathered, peers: Peers | None) -> BatchStatistics:
+def _merge_statistics(
+    calls: Sequence[ReplicaCall], gathered: GatheredStatistics, peers: Peers | None
+) -> BatchStatistics:
     """Merge the gathered statistics, and move the running statistics of replica 0."""
     first, (statistics, counts, total) = calls[0], gathered
     if isinstance(total, int) and total == 1:
@@ -140,7 +142,7 @@ def _merge_statistics(calls: Sequence[ReplicaCall], gathered: Gathered, peers: P
     devices = tuple(dict.fromkeys([call.input.device for call in calls]))
     lease = Lease(first.connection.pools, devices, statistics[0][0])
     *pair, clamped = first.backend.merge(statistics, counts, total, first.layer, lease.workspace)
-    mean_invstd = on_devices(pair, devices, lease)
+    mean_invstd = broadcast_pair(pair, devices, lease)
     # A module may compute a parameter in its forward. Parameters that replicas got from it are equal, on all devices.
     have_parameters_of_module = [
         call.layer.weight is call.connection.weight and call.layer.bias is call.connection.bias for call in calls

@@ -22,12 +22,14 @@ from torch import Tensor
 
 from .. import backends
 from ..backends.base import GENERAL, Backend, BatchStatistics, Counts, LayerArguments, Pair
-from ..backends.workspaces import WorkspacePools, sent_to
+from ..backends.workspaces import WorkspacePools, move_pair
 
 __all__: list[str] = []
 
-Gathered = tuple[Sequence[Pair], Counts, int | Tensor]  # the statistics of all replicas, their counts, and the total
-Answer = tuple[BatchStatistics, Gathered, Tensor]  # for one replica: the last one is its output
+GatheredStatistics = tuple[
+    Sequence[Pair], Counts, int | Tensor
+]  # the statistics of all replicas, their counts, and the total
+Answer = tuple[BatchStatistics, GatheredStatistics, Tensor]  # for one replica: the last one is its output
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +70,7 @@ class RememberedCall(NamedTuple):
     statistics: Pair  # of the replica's input
     elements: int  # of the replica's input, per channel
     batch: BatchStatistics
-    gathered: Gathered  # from which `batch` was computed
+    gathered: GatheredStatistics  # from which `batch` was computed
     is_constant: bool  # whether the output required no gradient, although the replica recorded a graph
 
 
@@ -82,5 +84,5 @@ def measure(input: Tensor, layer: LayerArguments, connection: Connection) -> Rep
         statistics, memory = backend.statistics(input, layer.eps)
     else:
         statistics = backend.empty_statistics(input)
-    statistics = sent_to(statistics, connection.master_device or device, connection.pools)
+    statistics = move_pair(statistics, connection.master_device or device, connection.pools)
     return ReplicaCall(input, layer, connection, backend, kind, statistics, elements, memory)

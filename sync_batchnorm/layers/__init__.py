@@ -1,6 +1,6 @@
 """The synchronized layers, conversion to them and back, `assert_synchronized`, and what norms of one's own need."""
 
-from .conversion import why_left as why_left
+from .conversion import reason_not_converted as reason_not_converted
 from .layer import SynchronizedBatchNorm, SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d  # noqa: F401 - for pickles
 from .layer import _SynchronizedBatchNorm as _SynchronizedBatchNorm
 

@@ -2,7 +2,7 @@
 
 A layer stays the same object; only its class changes, which `object.__setattr__` sets, since a layer may redirect its
 own. So every reference to the layer, or to its parameters and buffers, stays valid. What cannot be converted is left as
-it is, and `why_left` says why.
+it is, and `reason_not_converted` says why.
 """
 
 import functools
@@ -36,7 +36,7 @@ _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasat
 # A class that has its own version of one of these cannot be swapped for another one.
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
 _InstanceNorm: Any = nn.InstanceNorm1d.__base__  # the class of all instance norms, which has no public name
-IN_A_LIST = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
+NOT_REGISTERED = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
 
 
 def convert_model(
@@ -90,9 +90,9 @@ def convert_model(
     names = tuple(name or "the module itself" for name in layers)
     for number, layer in enumerate(layers.values()):
         layer.__dict__.update(_sync_layer=(number, names))
-    _bind_anew(modules, former)
+    _rebind_methods(modules, former)
     in_lists = [name for name, layer in unregistered(modules) if not isinstance(layer, _SynchronizedBatchNorm)]
-    reasons += [(name, IN_A_LIST) for name in in_lists]
+    reasons += [(name, NOT_REGISTERED) for name in in_lists]
     _warn_of(reasons, "convert_model left BatchNorm layers as they are, which do not synchronize")
     _warn_of_kept_options(layers, options)
     return module
@@ -118,25 +118,25 @@ def revert_model(module: ModuleT) -> ModuleT:
     modules = list(module.named_modules())
     former = {child: type(child) for _, child in modules}
     reasons = [(name, _revert(child)) for name, child in modules]
-    _bind_anew(modules, former)
+    _rebind_methods(modules, former)
     _warn_of(reasons, "revert_model left modules as they are, which need sync_batchnorm")
     return module
 
 
-def _bind_anew(modules: Modules, former: Mapping[nn.Module, type[nn.Module]]) -> None:
+def _rebind_methods(modules: Modules, former: Mapping[nn.Module, type[nn.Module]]) -> None:
     """Let methods that were stored, such as `self.norm = self.bn.forward`, be those of the layer's new class."""
     for _, child in modules:
         attributes = vars(child)
         for holder in [attributes, *(value for value in attributes.values() if type(value) in (list, dict))]:
             for key, value in enumerate(holder) if isinstance(holder, list) else list(holder.items()):
                 if isinstance(value, (MethodType, functools.partial)):
-                    holder[key] = _bound_anew(value, former)
+                    holder[key] = _reassigned(value, former)
 
 
-def _bound_anew(value: Any, former: Mapping[nn.Module, type[nn.Module]]) -> Any:
+def _reassigned(value: Any, former: Mapping[nn.Module, type[nn.Module]]) -> Any:
     """Return a method, or a partial of one, with that of the layer's new class; others as they are."""
     if isinstance(value, functools.partial):
-        function = _bound_anew(value.func, former)
+        function = _reassigned(value.func, former)
         return value if function is value.func else functools.partial(function, *value.args, **value.keywords)
     layer = value.__self__ if isinstance(value, MethodType) else None
     if not isinstance(layer, nn.Module) or type(layer) is former.get(layer, type(layer)):
@@ -195,7 +195,7 @@ def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str
     cls: Any = type(layer)
     if isinstance(layer, nn.DataParallel):
         patch(layer)
-    reason = why_left(layer, classes)
+    reason = reason_not_converted(layer, classes)
     if reason is not None or not _is_left_to_convert(layer, classes):
         return reason
     base: Any = _SynchronizedAct if _is_of_timm(cls) else _kind_of(cls) or _SynchronizedBatchNorm
@@ -272,7 +272,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
         BatchNormBase.__init__, is_open = init, False  # type: ignore[method-assign]
 
 
-def why_left(layer: nn.Module, classes: Classes) -> str | None:
+def reason_not_converted(layer: nn.Module, classes: Classes) -> str | None:
     """Return why a batch norm that does not synchronize cannot be converted, and what to do; None for all others."""
     cls = type(layer)
     if isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name:

@@ -80,7 +80,7 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
         mean, var, count = sums[:-1] / total, spread / total, int(sums[-1])
     message = torch.stack((mean, var)), count, input.shape
     if pipe is None:
-        ((_, moments),) = _merge_moments_of_replicas([(None, message)])
+        ((_, moments),) = _merge_and_answer([(None, message)])
     else:
         moments = pipe.run(message)
     mean, var, count = moments
@@ -90,10 +90,10 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
 def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
     """Merge the moments of all replicas; the callback of a `SyncMaster` for `sync_moments`."""
     devices = dict.fromkeys([mean_var.device for _, (mean_var, _, _) in messages])
-    return on_default_streams(devices, (), _merge_moments_of_replicas, messages)
+    return on_default_streams(devices, (), _merge_and_answer, messages)
 
 
-def _merge_moments_of_replicas(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
+def _merge_and_answer(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
     mean_vars = [mean_var for _, (mean_var, _, _) in messages]
     counts = [elements for _, (_, elements, _) in messages]
     count = sum(counts)

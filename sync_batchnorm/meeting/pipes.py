@@ -94,7 +94,7 @@ class SyncMaster(_Member):
             )
         self._master_callback = master_callback
         self._is_kept = running_callback.get() is None  # by a module, across forward passes
-        self.begin_anew()
+        self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"master_callback": self._master_callback}
@@ -102,7 +102,7 @@ class SyncMaster(_Member):
     def __setstate__(self, state: dict[str, Any]) -> None:
         SyncMaster.__init__(self, state["master_callback"])
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget all slaves; belong to the forward pass whose callback runs in this thread, if one does."""
         here = running_callback.get() or RunningCallback(Coordinator(), name="a SyncMaster of its own")
         self._coordinator, self._rendezvous = here.coordinator, Rendezvous(here.name, here.number)
@@ -125,7 +125,7 @@ class SyncMaster(_Member):
         here = running_callback.get()
         if here is None:
             if self._rendezvous.call > 1 or self._rendezvous.messages or self._coordinator.is_over:
-                self.begin_anew()
+                self.reset()
         elif here.coordinator is not self._coordinator:
             raise RuntimeError(
                 f"expected a SyncMaster that belongs to this forward pass, but got one of another ({here.name}, "
@@ -147,7 +147,7 @@ class SyncMaster(_Member):
             BaseException: what the callback raises; the slaves are released.
         """
         if self._is_kept and self._coordinator.is_over:  # The module that keeps this now runs without replicas.
-            self.begin_anew()
+            self.reset()
         coordinator, rendezvous = self._coordinator, self._rendezvous
         if len(rendezvous.members) == 1:
             return self._run_callback(rendezvous, [(MASTER, msg)])[MASTER]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from ..messages import warn_once
-from ..trees import USUAL, Dims, Index, Leaf, Path, Tree, format_dims, leaves_of, written
+from ..trees import UNSPECIFIED, Dims, Index, Leaf, Path, Tree, format_dims, format_path, leaves_of
 from .scatter_gather import cut
 
 __all__: list[str] = []
@@ -120,7 +120,7 @@ class Arguments:
             raise TypeError(
                 f"forward of {type(self._wrapper.module).__name__} got multiple values for argument {name!r}"
             )
-        return Tree(arguments | kwargs, self._in_dims or USUAL)
+        return Tree(arguments | kwargs, self._in_dims or UNSPECIFIED)
 
     def _split(self, chunk: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and the keyword arguments of a chunk."""
@@ -133,25 +133,25 @@ class Arguments:
         """The dimension along which each leaf is cut, None for what all replicas get as a whole."""
         return list(map(self._dim_of, self.tree.leaves))
 
-    def how_cut(self) -> str:
+    def describe_split(self) -> str:
         """Return how tensors were cut for which no dimension is named; an empty text if there are none."""
         cut: list[str] = []
         for leaf, dim in zip(self.tree.leaves, self.dims, strict=True):
-            if leaf.dim is USUAL and dim is not None:
+            if leaf.dim is UNSPECIFIED and dim is not None:
                 sizes = " + ".join(map(str, chunk_sizes(leaf.value.shape[dim], self._most)))
-                cut.append(f"{written(leaf.path)} of shape {tuple(leaf.value.shape)} into {sizes}")
+                cut.append(f"{format_path(leaf.path)} of shape {tuple(leaf.value.shape)} into {sizes}")
         shown = ", ".join([*cut[:4], f"and {len(cut) - 4} more tensors"] if len(cut) > 5 else cut)
         how = f"The wrapper cut along dimension {self._wrapper.dim}, as in_dims names no other"
         return f"{how}: {shown}." if cut else ""
 
     def _dim_of(self, leaf: Leaf) -> int | None:
-        if leaf.dim is None or not isinstance(leaf.value, Tensor) or (leaf.dim is USUAL and not leaf.value.dim()):
+        if leaf.dim is None or not isinstance(leaf.value, Tensor) or (leaf.dim is UNSPECIFIED and not leaf.value.dim()):
             return None
         return leaf.dimension(self._wrapper.dim, _IN_DIMS)
 
     def _sizes(self) -> list[int]:
         """Return the sizes of the chunks; raise an error unless replicas can get the rows of their samples."""
-        for path, kind in self.tree.hidden:
+        for path, kind in self.tree.unreachable:
             raise self._uncut_error(path, f"a {kind} that holds tensors")
         rows = list(map(self._rows, self.tree.leaves, self.dims))
         cut = [(number, leaf) for number, leaf in zip(rows, self.tree.leaves, strict=True) if number is not None]
@@ -167,10 +167,10 @@ class Arguments:
     def _rows(self, leaf: Leaf, dim: int | None) -> int | None:
         """Return the number of rows of a leaf, or of entries of a list; None for what every replica gets whole."""
         path, value, named = leaf
-        if leaf.is_list():
+        if leaf.splits_by_entry():
             return len(value)
         if dim is None:
-            is_in_list = isinstance(value, Tensor) and named is USUAL and self._outermost_list(path)
+            is_in_list = isinstance(value, Tensor) and named is UNSPECIFIED and self._outermost_list(path)
             if is_in_list or (type(named) is int and len(path) == 1 and value is not None):
                 raise self._uncut_error(path, f"a {type(value).__name__} without dimensions")
             return None
@@ -189,8 +189,8 @@ class Arguments:
 
     def _uncut_error(self, path: Path, what: str) -> TypeError:
         return TypeError(
-            f"{written(path)}, {what}, cannot be cut into chunks for replicas; pass dense tensors with a row for each "
-            "sample (padded ones and their lengths, tensor.to_dense(), a dict or dataclass for an object)"
+            f"{format_path(path)}, {what}, cannot be cut into chunks for replicas; pass dense tensors with a row for "
+            "each sample (padded ones and their lengths, tensor.to_dense(), a dict or dataclass for an object)"
             f"{self._by_sample(path)}, or {_in_dims(path, None)} if every replica needs the whole"
         )
 
@@ -204,12 +204,12 @@ class Arguments:
         )
 
     def _unequal_error(self, rows: int, one: Leaf, rows_of_other: int, two: Leaf) -> ValueError:
-        odd = one if one.is_list() else two
+        odd = one if one.splits_by_entry() else two
         dims = (0,) * len(odd.value) or None if isinstance(odd.value, tuple) else None
         remedy = "its tensors have the rows" if dims else "every replica needs the whole"
         return ValueError(
-            f"{written(one.path)} has {rows} rows, but {written(two.path)} has {rows_of_other}, so that replicas would "
-            f"get rows that do not belong together; {_what_to_name(odd)}"
+            f"{format_path(one.path)} has {rows} rows, but {format_path(two.path)} has {rows_of_other}, so that "
+            f"replicas would get rows that do not belong together; {_what_to_name(odd)}"
             f"{self._by_sample(one.path, two.path)}, or pass {_in_dims(odd.path, dims)} to the wrapper if {remedy}"
         )
 
@@ -218,17 +218,17 @@ class Arguments:
         for path, (entries, start, end) in self.tree.lists.items():
             if len(entries) > 1 and not {*rows[start:end]} <= {batch, None}:
                 return warn_once(
-                    f"{written(path)}, a {type(entries).__name__}, is not cut by its entries: every replica gets some "
-                    "rows of each of its tensors, and everything else as a whole; if it has an entry for each sample, "
-                    f"pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its entries there"
+                    f"{format_path(path)}, a {type(entries).__name__}, is not cut by its entries: every replica gets "
+                    "some rows of each of its tensors, and everything else as a whole; if it has an entry for "
+                    f"each sample, pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its entries there"
                 )
 
 
 def _what_to_name(leaf: Leaf) -> str:
     """Return what to do about an argument with other rows, by what `in_dims` names for it."""
-    if leaf.dim is USUAL:
-        return f"name the dimension of the samples of {written(leaf.path)} in in_dims"
-    if leaf.is_list():
-        return f"in_dims names {written(leaf.path)} as a list with an entry for each sample: pass as many"
-    of_shape = f"{written(leaf.path)} of shape {tuple(leaf.value.shape)}"
+    if leaf.dim is UNSPECIFIED:
+        return f"name the dimension of the samples of {format_path(leaf.path)} in in_dims"
+    if leaf.splits_by_entry():
+        return f"in_dims names {format_path(leaf.path)} as a list with an entry for each sample: pass as many"
+    of_shape = f"{format_path(leaf.path)} of shape {tuple(leaf.value.shape)}"
     return f"in_dims names dimension {leaf.dim} of {of_shape}: name another one if that has its samples"

@@ -33,7 +33,7 @@ class CallbackContext:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, SyncMaster) and vars(self).get(name) is not value:
-            value.begin_anew()
+            value.reset()
         object.__setattr__(self, name, value)
 
 

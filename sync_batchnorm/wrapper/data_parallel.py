@@ -32,9 +32,9 @@ from ..torch_private import BatchNormBase, has_attribute, hooks_of_thread, uncom
 from ..trees import tensors_in
 from .arguments import Arguments, InDims, OutDims, check_dims
 from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
-from .copies import check_replicable, make_replicas
-from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
+from .devices import DeviceId, as_device, check_transfers, checked_devices, unsupported_by_torch
 from .lost_state import Look
+from .replicas import check_replicable, make_replicas
 from .run import ForwardPass, ReplicaHandle, call_replicas, new_coordinator, prepared_runs
 from .scatter_gather import join
 
@@ -49,7 +49,7 @@ NO_ACCELERATOR = (
 
 # Which of the steps of a forward pass were those of this file, that of `scatter` with what tells how it has cut; a
 # subclass may have its own. It is emptied at the end: a thread that a replica has started may keep its context.
-_reached: ContextVar[dict[tuple[nn.Module, str], Any]] = ContextVar("_reached")
+_default_steps_run: ContextVar[dict[tuple[nn.Module, str], Any]] = ContextVar("_default_steps_run")
 
 
 class AnyDeviceDataParallel(DataParallel[Any]):
@@ -88,7 +88,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
         arguments = Arguments(self, inputs, kwargs or {}, len(device_ids))
         if len(self.device_ids) > 1:  # Otherwise it may be compiled as a whole, without a `ContextVar`.
-            _reached.get({})[self, "scatter"] = arguments.how_cut
+            _default_steps_run.get({})[self, "scatter"] = arguments.describe_split
         devices = tuple(map(as_device, device_ids))
         return arguments.chunks(devices, not unsupported_by_torch(devices))
 
@@ -99,7 +99,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         return call_replicas(_handles_of(self, replicas), inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
-        _reached.get({})[self, "gather"] = None
+        _default_steps_run.get({})[self, "gather"] = None
         by_torch = not unsupported_by_torch(tuple(map(as_device, self.device_ids)))
         return join(outputs, as_device(output_device), self.dim, by_torch, self._sync_out_dims)
 
@@ -146,20 +146,20 @@ class _ReplicationMixin(DataParallel[Any]):
                 f"of {type(self).__name__} inside, as add_graph of TensorBoard makes; trace parallel.module instead"
             )
         steps: dict[tuple[nn.Module, str], Any] = {}
-        token = _reached.set(steps)
+        token = _default_steps_run.set(steps)
         try:
             outputs = super().forward(*inputs, **kwargs)
             self._check_reached("gather", "out_dims", self._sync_out_dims)
             return outputs
         finally:
-            _reached.reset(token)
+            _default_steps_run.reset(token)
             steps.clear()
 
     def _check_reached(self, step: str, option: str, dims: Any) -> None:
         """Raise an error for dimensions that a `scatter` or `gather` of the user's own ignores."""
         # Nothing is set where somebody calls the steps.
         here = self, step
-        if dims is not None and here not in _reached.get({here: None}):
+        if dims is not None and here not in _default_steps_run.get({here: None}):
             raise RuntimeError(
                 f"{option} of a {type(self).__name__} would be ignored, as its own {step} does not call that of "
                 f"DataParallelWithCallback; call super().{step}, or leave out {option}"
@@ -173,7 +173,7 @@ class _ReplicationMixin(DataParallel[Any]):
             return [module]
         check_replicable(self, module)
         devices = list(map(as_device, device_ids))
-        check_copies(frozenset(devices))
+        check_transfers(frozenset(devices))
         replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
         coordinator = new_coordinator(devices, self._sync_timeout)
         try:
@@ -193,8 +193,8 @@ class _ReplicationMixin(DataParallel[Any]):
         forward_pass = runs[0].forward_pass
         look = Look(self, forward_pass.original, runs[0].replica)
         call = partial(super().parallel_apply, handles, *args, **kwargs)
-        how_cut = _reached.get({}).get((self, "scatter"), str)
-        outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [how_cut(), look.note()])))
+        describe_split = _default_steps_run.get({}).get((self, "scatter"), str)
+        outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [describe_split(), look.note()])))
         look.warn()
         # Replicas that a user has made are their own originals, and exchange elsewhere.
         is_idle = not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica

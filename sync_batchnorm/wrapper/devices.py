@@ -45,7 +45,7 @@ def checked_devices(device_ids: Sequence[DeviceId] | None) -> tuple[torch.device
 
 
 @functools.lru_cache(maxsize=256)
-def check_copies(devices: frozenset[torch.device]) -> None:
+def check_transfers(devices: frozenset[torch.device]) -> None:
     """Raise an error if what one of several accelerators copies to another does not arrive; a set that passes stays so.
 
     With some drivers and settings of the IOMMU, peer-to-peer copies lose data without an error:

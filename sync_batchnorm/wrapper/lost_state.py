@@ -76,7 +76,7 @@ class Look:
         prefixes = {module: prefix for module, prefix, *_ in self._of_model}
         hooks = [(hook, reads) for _, hook, reads, _ in hooks_of(self._original)] if prefixes else []
         read = {prefixes[module] + name: hook for hook, reads in hooks for module, name in reads if module in prefixes}
-        set_on_model = {prefix + name for _, prefix, name, *_ in _bound_anew(self._of_model)}
+        set_on_model = {prefix + name for _, prefix, name, *_ in _reassigned(self._of_model)}
         return {name: read[name] for name in _changed(self._of_replica, read.keys() - set_on_model)}
 
 
@@ -89,7 +89,7 @@ def _watched(root: nn.Module) -> Watched:
     return watched
 
 
-def _bound_anew(state: Watched) -> Iterator[tuple[nn.Module, str, str, Any, Any]]:
+def _reassigned(state: Watched) -> Iterator[tuple[nn.Module, str, str, Any, Any]]:
     """Yield for each member that is bound anew: the module, the prefix, the name, what was there or None, what is."""
     for module, prefix, members, _ in state:
         for name, value in _members(module).items():
@@ -103,7 +103,7 @@ def _members(module: nn.Module) -> dict[str, Any]:
 
 def _changed(state: Watched, among: Collection[str] | None = None) -> dict[str, tuple[Any, Any]]:
     """Return for each member, or each of some, that is bound to another value: what was there or None, what is."""
-    found = {prefix + name: (before, value) for _, prefix, name, before, value in _bound_anew(state)}
+    found = {prefix + name: (before, value) for _, prefix, name, before, value in _reassigned(state)}
     names = found if among is None else [name for name in found if name in among]
     return {name: found[name] for name in names if not _are_equal(*found[name])}
 
@@ -115,7 +115,7 @@ def _lost_state(replica: nn.Module, state: Watched) -> dict[str, tuple[str, str]
     """
     known = {id(replica)} | {id(member) for _, _, members, _ in state for member in members.values()}
     lost: dict[str, tuple[str, str]] = {}
-    for module, prefix, name, before, value in _bound_anew(state):
+    for module, prefix, name, before, value in _reassigned(state):
         if remedy := _remedy(module, name, before, value, id(value) in known):
             numbers = f" (from {reprlib.repr(before)} to {reprlib.repr(value)})" if type(value) in _KINDS else ""
             lost[prefix + name] = remedy, numbers

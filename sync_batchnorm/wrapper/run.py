@@ -62,13 +62,15 @@ class ForwardPass:
     context: Context | None = None  # that of the caller; None if the only replica runs in the thread of its caller
     random_states: RandomStates | None = None  # of replicas that take turns
 
-    def prepare(self, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> list["Run"]:
+    def prepare(self, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> list["ReplicaRun"]:
         """Return the runs of all replicas; note the modes of this thread."""
-        runs = [Run(replica, self, i, devices[i]) for i, replica in enumerate(replicas)]
+        runs = [ReplicaRun(replica, self, i, devices[i]) for i, replica in enumerate(replicas)]
         self._inherit(runs)  # for replicas that are not called by `parallel_apply`
         return runs
 
-    def apply(self, function: Callable[[], list[Any]], runs: Sequence["Run"], fact: Callable[[], str]) -> list[Any]:
+    def apply(
+        self, function: Callable[[], list[Any]], runs: Sequence["ReplicaRun"], fact: Callable[[], str]
+    ) -> list[Any]:
         """Return the outputs of `function`, which makes these runs; raise the error of a replica that has failed.
 
         The text of `fact` is added to the note of such an error.
@@ -92,7 +94,7 @@ class ForwardPass:
                 del raised, failure  # Their traceback refers to this frame.
         return outputs
 
-    def _inherit(self, runs: Sequence["Run"]) -> None:
+    def _inherit(self, runs: Sequence["ReplicaRun"]) -> None:
         """Note the modes and the context of this thread, as those of the caller of these runs."""
         is_inference, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         modes: list[Any] = [lambda _: torch.inference_mode() if is_inference else torch.set_grad_enabled(records)]
@@ -136,7 +138,7 @@ def _types_of_autocast() -> Sequence[str]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-class Run:
+class ReplicaRun:
     """The run of one replica. It tells the coordinator how the replica ends, whatever its thread does with an error."""
 
     def __init__(self, replica: nn.Module, forward_pass: ForwardPass, number: int, device: torch.device) -> None:
@@ -181,10 +183,10 @@ class Run:
 class ReplicaHandle(nn.Module):
     """What `replicate` returns for a replica: it looks like the replica, and a call of it runs the replica, once."""
 
-    _sync_run: Run
+    _sync_run: ReplicaRun
     _sync_called: Callable[..., Any]  # the replica, or what the `parallel_apply` of a subclass calls in its place
 
-    def __init__(self, run: Run, called: Callable[..., Any] | None = None) -> None:
+    def __init__(self, run: ReplicaRun, called: Callable[..., Any] | None = None) -> None:
         # Not that of `nn.Module`: parameters, submodules and hooks are the replica's too.
         self.__dict__.update(_sync_run=run, _sync_called=called or run.replica)
 
@@ -236,7 +238,7 @@ def call_replicas(handles: Sequence[ReplicaHandle], inputs: Any, kwargs: Any) ->
     return outputs
 
 
-def _run_threads(work: Callable[[int], None], runs: Sequence[Run]) -> None:
+def _run_threads(work: Callable[[int], None], runs: Sequence[ReplicaRun]) -> None:
     """Run `work` of each place in `runs` in a thread, until all have ended, or those that have not are given up."""
     coordinator = runs[0].forward_pass.coordinator
     ended: SimpleQueue[int] = SimpleQueue()
@@ -254,7 +256,7 @@ def _run_threads(work: Callable[[int], None], runs: Sequence[Run]) -> None:
                 threads.pop(i, None)
 
 
-def _begin_in_thread(work: Callable[[int], None], ended: "SimpleQueue[int]", i: int, run: Run) -> "ref[Thread]":
+def _begin_in_thread(work: Callable[[int], None], ended: "SimpleQueue[int]", i: int, run: ReplicaRun) -> "ref[Thread]":
     """Run `work(i)` in a thread, then put `i` into `ended`; return the thread."""
     # A forked child has none of its parent's threads.
     idle = _idle.setdefault((getpid(), run.device, torch.get_num_threads()), [])
@@ -272,7 +274,7 @@ def _begin_in_thread(work: Callable[[int], None], ended: "SimpleQueue[int]", i: 
     return ref(thread)
 
 
-def _start(thread: Thread, ended: "SimpleQueue[int]", i: int, run: Run) -> None:
+def _start(thread: Thread, ended: "SimpleQueue[int]", i: int, run: ReplicaRun) -> None:
     """Start a thread, in a thread that no signal interrupts: see NOTE [signals]."""
     try:
         thread.start()
@@ -316,7 +318,7 @@ def _thread_state() -> tuple[Any, ...]:
 _idle: dict[tuple[int, torch.device, int], list[tuple[Thread, "SimpleQueue[Any]"]]] = {}
 
 
-def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:
+def _run_in_turns(work: Callable[[int], None], runs: Sequence[ReplicaRun]) -> None:
     """Run replicas that share devices one at a time; each draws from random states of its own."""
     forward_pass = runs[0].forward_pass
     forward_pass.check_turns()
@@ -336,10 +338,10 @@ def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:
 
 # The runs of the forward pass that was made or called last in this context. Weak references: a thread that a replica
 # has started may keep its context longer than the forward pass lasts.
-_prepared: ContextVar[Sequence["ref[Run]"]] = ContextVar("sync_batchnorm_prepared", default=())
+_prepared: ContextVar[Sequence["ref[ReplicaRun]"]] = ContextVar("sync_batchnorm_prepared", default=())
 
 
-def prepared_runs() -> list[Run]:
+def prepared_runs() -> list[ReplicaRun]:
     """Return the runs of the forward pass that was made or called last in this context, unless it has ended."""
     runs = [run for reference in _prepared.get() if (run := reference()) is not None]
     return [run for run in runs if not run.forward_pass.coordinator.is_over]

@@ -18,7 +18,18 @@ from torch.nn.parallel import gather as gather_by_torch
 from torch.nn.parallel import scatter as scatter_by_torch
 
 from ..messages import warn
-from ..trees import USUAL, Dims, Index, Leaf, Tree, children_of, format_dims, leaves_of, moves, written
+from ..trees import (
+    UNSPECIFIED,
+    Dims,
+    Index,
+    Leaf,
+    Tree,
+    children_of,
+    format_dims,
+    format_path,
+    has_to_method,
+    leaves_of,
+)
 
 __all__: list[str] = []
 
@@ -43,7 +54,7 @@ def _chunks(leaf: Leaf, dim: int | None, devices: Sequence[torch.device], by_tor
         return scatter_by_torch(value, devices, dim)  # type: ignore[no-any-return]
     if dim is not None:
         return [piece.to(at, copy=True) for piece, at in zip(value.chunk(len(devices), dim), devices, strict=True)]
-    if leaf.is_list():
+    if leaf.splits_by_entry():
         size = math.ceil(len(value) / len(devices))
         return [_moved(Leaf(path, value[size * i :][:size], 0), device, True) for i, device in enumerate(devices)]
     if type(value) in (list, dict):
@@ -55,11 +66,11 @@ def _moved(leaf: Leaf, device: torch.device, copies: bool = False) -> Any:
     """Return a leaf on a device: a tensor, what has a method `to`, or a list of these and of trees of them."""
     if isinstance(leaf.value, Tensor):
         return leaf.value.to(device, copy=copies)
-    if leaf.is_list():
+    if leaf.splits_by_entry():
         entries = Tree(leaf.value, None, leaf.path)
         return entries.build(iter([_moved(entry, device, copies) for entry in entries.leaves]))
     # A `to` that moves in place, as that of a batch of tokens, must not move what others have, too.
-    return copy.copy(leaf.value).to(device) if moves(type(leaf.value)) else leaf.value
+    return copy.copy(leaf.value).to(device) if has_to_method(type(leaf.value)) else leaf.value
 
 
 def join(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False, dims: Dims = None) -> Any:
@@ -67,34 +78,34 @@ def join(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool 
 
     What is no tensor is that of the first. Raises an error unless all outputs have one structure.
     """
-    named = USUAL if dims is None else dims
+    named = UNSPECIFIED if dims is None else dims
     first, *others = [Tree(output, named, ("output",), is_output=True) for output in outputs]
     joined: list[Any] = []
     for leaf, values in zip(first.leaves, _values_by_leaf(first, others), strict=True):
         if isinstance(leaf.value, Tensor) and leaf.dim is not None:
-            along = dim if leaf.dim is USUAL else leaf.dim
+            along = dim if leaf.dim is UNSPECIFIED else leaf.dim
             if leaf.value.dim():
                 along = leaf.dimension(dim, _OUT_DIMS)
             elif along == 0 and not any([value.dim() for value in values]):
                 values = [value.unsqueeze(0) for value in values]
-                if leaf.dim is USUAL:
+                if leaf.dim is UNSPECIFIED:
                     warn(f"{_SCALARS}; will instead unsqueeze and return a vector.")
             joined.append(_join_tensors(values, device, along, by_torch))
-        elif leaf.is_list():
+        elif leaf.splits_by_entry():
             joined.append(_moved(leaf._replace(value=[entry for entries in values for entry in entries]), device))
         else:
-            joined.append(leaf.value if leaf.dim is USUAL else _moved(leaf, device))
+            joined.append(leaf.value if leaf.dim is UNSPECIFIED else _moved(leaf, device))
     return first.build(iter(joined))
 
 
 def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
     """Return what all outputs have for each leaf of the first; raise an error if they cannot be put together."""
     misplaced = [(leaf.path, type(leaf.value).__name__) for leaf in first.leaves if _is_misplaced(leaf)]
-    for path, kind in (*first.hidden, *misplaced):
+    for path, kind in (*first.unreachable, *misplaced):
         whole = format_dims("out_dims", path[1:], None) if path[1:] else "out_dims=(None,) and return (value,)"
         raise TypeError(
             f"replicas must return tensors, None, or tuples, lists, mappings and dataclasses of tensors, got {kind} in "
-            f"{written(path)}; return a tensor (loss.detach() for loss.item()), or pass {whole} if it is equal in "
+            f"{format_path(path)}; return a tensor (loss.detach() for loss.item()), or pass {whole} if it is equal in "
             "all replicas, or out_dims=0 for a list with an entry for each sample"
         )
     of_first, *of_others = [{leaf.path: leaf for leaf in tree.leaves} for tree in (first, *others)]
@@ -103,8 +114,8 @@ def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
             one, other = of_first.get(path), of_other.get(path)
             if one is None or other is None or not _agree(one, other.value):
                 raise ValueError(
-                    f"replica 0 returned {written(path)} = {_shown(one)}, but replica {i} returned {_shown(other)}; "
-                    f"{_remedy(one, other)}"
+                    f"replica 0 returned {format_path(path)} = {_shown(one)}, but replica {i} returned {_shown(other)}"
+                    f"; {_remedy(one, other)}"
                 )
     return [[leaf.value, *[of_other[path].value for of_other in of_others]] for path, leaf in of_first.items()]
 
@@ -143,7 +154,7 @@ def _is_number(value: Any) -> bool:
 def _agree(leaf: Leaf, other: Any) -> bool:
     """Return whether what another replica has in place of a leaf of the first can be put together with it."""
     value = leaf.value
-    if (isinstance(value, Tensor) and leaf.dim is not None) or leaf.is_list():
+    if (isinstance(value, Tensor) and leaf.dim is not None) or leaf.splits_by_entry():
         return isinstance(other, Tensor if isinstance(value, Tensor) else list)
     if isinstance(value, Tensor) and value.device.type != "cpu":  # A comparison would make the host wait.
         return isinstance(other, Tensor) and value.shape == other.shape

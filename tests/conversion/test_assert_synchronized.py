@@ -120,7 +120,7 @@ EVAL = (
     "freeze it"
 )
 EVAL_PLAIN = "it is in eval mode; call model.train(), or, if it is frozen on purpose, name it in ignore"
-IN_A_LIST = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
+NOT_REGISTERED = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
 NOT_SYNCHRONIZED = "it is not synchronized; call convert_model(model)"
 NO_WRAPPER = "no wrapper is around it; wrap the model with DataParallelWithCallback"
 OUTSIDE = (
@@ -161,8 +161,8 @@ LEFT: list[tuple[nn.Module, int | None, str, str]] = [
     (_ours(nn.SyncBatchNorm(4)), None, "module (SyncBatchNorm)", OF_PROCESSES),
     (_ours(nn.Sequential(Norm(4))), None, "module.0 (Norm)", OWN_FORWARD),
     (_ours(nn.Sequential(AdaIN(4))), None, "module.0 (AdaIN)", IN_ITS_ATTRIBUTES),
-    (_ours(LISTS), None, "module.2.layers (1 BatchNorm layer), module.3.held (1 BatchNorm layer)", IN_A_LIST),
-    (_ours(_in_a_list()), None, "module.layers (1 BatchNorm layer)", IN_A_LIST),
+    (_ours(LISTS), None, "module.2.layers (1 BatchNorm layer), module.3.held (1 BatchNorm layer)", NOT_REGISTERED),
+    (_ours(_in_a_list()), None, "module.layers (1 BatchNorm layer)", NOT_REGISTERED),
     (_ours(_net()).eval(), None, _two("module"), EVAL),
     (WITHOUT_STATISTICS, None, ALONE, EVAL),
     (_ours(nn.Sequential(nn.BatchNorm1d(4).eval(), _net())), None, "module.0 (BatchNorm1d)", EVAL_PLAIN),

@@ -407,7 +407,7 @@ def test_memory_that_is_given_back_too_early_is_noticed(passes, monkeypatch):
 
 @needs_two_gpus
 @pytest.mark.simulated
-@pytest.mark.parametrize(("method", "waits"), [("stack", "before"), ("stack", "after"), ("spread", "after")])
+@pytest.mark.parametrize(("method", "waits"), [("stack", "before"), ("stack", "after"), ("broadcast", "after")])
 def test_memory_that_is_used_on_a_side_stream_is_noticed(method, waits, monkeypatch):
     def apart(workspace, *args):
         here = torch.cuda.current_stream()

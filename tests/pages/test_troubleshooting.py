@@ -84,7 +84,7 @@ def test_reasons_of_the_check_are_those_of_the_page():
     reasons = re.findall(r"^\| (\w.+?) \| ", PAGE, re.MULTILINE)[1:]
     assert len(reasons) >= 3
     for reason in reasons:
-        assert reason in (ROOT / "sync_batchnorm" / "layers/check.py").read_text()
+        assert reason in (ROOT / "sync_batchnorm" / "layers/assertion.py").read_text()
 
 
 def causes_in_the_page() -> list[str]:

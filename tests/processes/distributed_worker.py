@@ -56,7 +56,7 @@ from sync_batchnorm import (
     sync_moments,
 )
 from sync_batchnorm.processes import Peers
-from sync_batchnorm.wrapper.copies import make_replicas
+from sync_batchnorm.wrapper.replicas import make_replicas
 
 CHECKS: dict[str, Callable[[], None]] = {}
 CHECKS_ON_GPUS: dict[str, Callable[[], None]] = {}  # that need some, and run in a world of two
@@ -817,7 +817,7 @@ def ddp_around_checkpoints_equals_one_process() -> None:
         assert_same_training(one, DistributedDataParallel(ours))
 
 
-class Gathered(torch.autograd.Function):
+class GatheredStatistics(torch.autograd.Function):
     """The features of all processes, as losses that compare samples with each other take them."""
 
     @staticmethod
@@ -847,7 +847,7 @@ def ddp_with_losses_over_gathered_features_equals_one_process() -> None:
         for _ in range(2):
             batch = images(rows)
             expected = contrast(plain(batch))
-            actual = contrast([Gathered.apply(one) for one in ddp(cut(batch, rows))])
+            actual = contrast([GatheredStatistics.apply(one) for one in ddp(cut(batch, rows))])
             assert_equal(actual, expected)
             expected.backward()
             actual.backward()

@@ -11,21 +11,21 @@ from scripted import TorchStyle
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
-from sync_batchnorm.wrapper.devices import as_device, check_copies
+from sync_batchnorm.wrapper.devices import as_device, check_transfers
 
 
 @pytest.fixture(autouse=True)
 def _not_checked_yet() -> Iterator[None]:
-    check_copies.cache_clear()
+    check_transfers.cache_clear()
     yield
-    check_copies.cache_clear()
+    check_transfers.cache_clear()
 
 
 @pytest.mark.parametrize("ids", [[0], [0, 0], ["cuda:1"], ["cpu"], ["cpu", "cpu"], ["meta", "meta"]], ids=str)
 def test_replicas_on_one_device_ask_nothing(ids, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", None)
     monkeypatch.setattr(torch.Tensor, "to", None)
-    check_copies(frozenset(map(as_device, ids)))
+    check_transfers(frozenset(map(as_device, ids)))
 
 
 def losing_copies(source, target):

@@ -13,7 +13,7 @@ from helpers import Net, as_devices, assert_equal, assert_same_gradient, doubles
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, convert_model
-from sync_batchnorm.wrapper.run import current_run
+from sync_batchnorm.current_replica import current_run
 
 pytestmark = usual_kernels
 # On distinct GPUs torch copies the parameters.

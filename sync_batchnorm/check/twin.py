@@ -41,12 +41,12 @@ def seed(number: int) -> None:
 
 # As a function of torch that modes can override, it reaches the mode of the thread in which it is called.
 @wrap_torch_function(lambda name, *_: (name,))
-def border(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
+def notify_module_call(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
     """Tell the mode of this thread that a call of a module begins or ends; other threads have none."""
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """A call of a module, on one device or in a replica."""
 
     module: Any
@@ -54,7 +54,7 @@ class Call:
     called: set[str] = field(default_factory=set)  # of the functions that normalize a batch or differentiate, by itself
     arguments: Any = None  # on one device, a copy; in a replica, kept while it is a suspect
     output: Any = None  # on one device, a copy
-    in_replicas: "list[Call]" = field(default_factory=list)  # the same call, compared with that on one device
+    in_replicas: "list[ModuleCall]" = field(default_factory=list)  # the same call, compared with that on one device
     number: int = 0  # of the replica
     agrees: bool = False  # whether it gets in its replica what it gets on one device
     gap: float = 0.0  # of what it returns there
@@ -62,21 +62,21 @@ class Call:
     part: str = "output"  # which of its outputs that is
 
 
-class InDouble(TorchFunctionMode):
+class CheckMode(TorchFunctionMode):
     """A mode in which torch computes on the CPU, in float64 or another `dtype`, and without dropout."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
         self.dropped = dict[str, None]()  # the functions in which dropout was switched off
-        self.failed: tuple[Call, Exception] | None = None  # the innermost call that an error has ended
-        self._running = [Call(None, ("", 0))]
+        self.failed: tuple[ModuleCall, Exception] | None = None  # the innermost call that an error has ended
+        self._running = [ModuleCall(None, ("", 0))]
         self.begun: Counter[str] = Counter()  # calls, by the name of the module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if func is border:
-            return self._pass_border(*args)
+        if func is notify_module_call:
+            return self._notify_module_call(*args)
         if name in _DROPOUTS and _drops(args, kwargs):
             self.dropped[name] = None
             output = self.converted(args[0] if args else kwargs["input"]).clone()
@@ -100,11 +100,11 @@ class InDouble(TorchFunctionMode):
         dtype = self.dtype if value.is_floating_point() and value.element_size() > 1 else value.dtype
         return value.to("cpu", self.dtype.to_complex() if value.is_complex() else dtype)
 
-    def _pass_border(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
+    def _notify_module_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
         if in_transform():  # What is inside of torch.vmap is no tensor of a batch.
             return None
         if not output:
-            call = Call(module, (name, self.begun[name]))
+            call = ModuleCall(module, (name, self.begun[name]))
             self.begun[name] += 1
             other_arguments = self.begin(call, (args, kwargs))
             self._running.append(call)
@@ -119,10 +119,10 @@ class InDouble(TorchFunctionMode):
                 return self.end(call, *output)
         return None
 
-    def begin(self, call: Call, arguments: Any) -> Any:
+    def begin(self, call: ModuleCall, arguments: Any) -> Any:
         """Take note that a call begins; return other arguments, if it shall get some."""
 
-    def end(self, call: Call, output: Any) -> Any:
+    def end(self, call: ModuleCall, output: Any) -> Any:
         """Take note that a call ends; return another output, if it shall have one."""
 
 
@@ -139,7 +139,7 @@ _PACKAGES = ("timm", "transformers", "monai", "segmentation_models_pytorch")
 _PROBABILITIES = {"torchvision": ("p",), **dict.fromkeys(_PACKAGES, _DROPPING)}
 
 
-class _Copying(InDouble):
+class _Copying(CheckMode):
     """The mode in which a model is copied, also its tensors that are no leaves."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,7 +154,7 @@ def copied(tree: Any, dtype: torch.dtype) -> Any:
         return copy.deepcopy(tree)
 
 
-class Copy:
+class Twin:
     """A copy of a model and of its arguments."""
 
     def __init__(self, model: nn.Module, arguments: Any, dtype: torch.dtype, is_one: bool) -> None:
@@ -183,8 +183,8 @@ class Copy:
                 hooks.update({number: _rebound(hook, copies) for number, hook in hooks.items()})
             if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
                 # Before hooks of the user, which may raise.
-                module.register_forward_pre_hook(partial(border, name), with_kwargs=True, prepend=True)
-                module.register_forward_hook(partial(border, name), with_kwargs=True, always_call=True)
+                module.register_forward_pre_hook(partial(notify_module_call, name), with_kwargs=True, prepend=True)
+                module.register_forward_hook(partial(notify_module_call, name), with_kwargs=True, always_call=True)
 
     def _take_over_attributes(self, model: nn.Module) -> None:
         """Give parameters and buffers what the user has set on them, and parameters a hook that notes their order."""
@@ -278,7 +278,7 @@ class CheckedWrapper(DataParallelWithCallback):
     """A wrapper of CPU replicas, each of which runs in a mode of its own."""
 
     overridden: Sequence[str] = ()  # which of the methods are those of the user's wrapper
-    modes: Sequence[InDouble]
+    modes: Sequence[CheckMode]
     returned: Sequence[Any] = ()  # what each replica has returned
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -296,7 +296,7 @@ class CheckedWrapper(DataParallelWithCallback):
         return list(self.returned)
 
 
-def _call_in_mode(mode: InDouble, replica: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _call_in_mode(mode: CheckMode, replica: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     with mode:
         return replica(*args, **kwargs)
 

@@ -11,7 +11,7 @@ from ..messages import check_module, check_number
 from ..processes import active_group
 from ..torch_private import BatchNormBase
 from ..wrapper import DataParallelWithCallback, _ReplicationMixin
-from .conversion import IN_A_LIST, Modules, unregistered, why_left
+from .conversion import NOT_REGISTERED, Modules, reason_not_converted, unregistered
 from .layer import _SynchronizedBatchNorm
 
 __all__ = ["assert_synchronized"]
@@ -81,7 +81,7 @@ def _check_ignore(ignore: Any, norms: Collection[str]) -> None:
 def _is_norm_to_check(module: nn.Module) -> bool:
     """Return whether a module is a batch norm, or one that `convert_model` would name in a warning."""
     is_connected = hasattr(module, "__data_parallel_replicate__")  # a norm of the user's own
-    return isinstance(module, BatchNormBase) or (why_left(module, {}) is not None and not is_connected)
+    return isinstance(module, BatchNormBase) or (reason_not_converted(module, {}) is not None and not is_connected)
 
 
 def _unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, replicas: int) -> Iterator[tuple[str, str]]:
@@ -91,7 +91,7 @@ def _unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, replicas:
         if why := _why_unsynchronized(layer, wrappers, modules, replicas):
             yield f"{name or 'the model itself'} ({type(layer).__name__})", why
     for name, number in Counter(name for name, _ in unregistered(modules)).items():
-        yield f"{name} ({number} BatchNorm {'layer' if number == 1 else 'layers'})", IN_A_LIST
+        yield f"{name} ({number} BatchNorm {'layer' if number == 1 else 'layers'})", NOT_REGISTERED
 
 
 def _why_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, replicas: int) -> str | None:
@@ -104,7 +104,7 @@ def _why_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, 
         return None  # It gets the whole batch, since only wrappers make replicas.
     if isinstance(layer, BatchNormBase) and (reason := _why_in_eval(layer, around, modules)):
         return reason
-    if reason := why_left(layer, {}):
+    if reason := reason_not_converted(layer, {}):
         alone = f"; for (1), pass ignore=[{type(layer).__name__}]"
         return f"convert_model leaves it as it is, because {reason}{'' if isinstance(layer, BatchNormBase) else alone}"
     if isinstance(layer, nn.SyncBatchNorm):

@@ -21,7 +21,7 @@ from simulated_gpus import is_simulated
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
-from sync_batchnorm.wrapper.copies import make_replicas
+from sync_batchnorm.wrapper.replicas import make_replicas
 
 
 def test_replicas_share_parameters_and_only_the_first_has_the_buffers(devices):
