@@ -5,14 +5,16 @@ of the folder keeps.
 
 NOTE [without the interpreter lock]: Nothing here relies on the lock of the interpreter; free-threaded Python has none.
 
-What two threads share is guarded in one of four ways. The lock of a `Coordinator` guards all records of its forward
-pass; `_lock` in `random_states.py` guards the generators. What travels in a mailbox belongs to one thread at a time: a
-`Part` to its replica until it is sent, to the master until it is answered, and to its replica again; what a backward
-pass reads is complete before the answers are sent. What a replica is made of, its modules and their dictionaries
-included, is made by the caller, and belongs to the thread of the replica. Tables of the process (`_made`, `_pools`,
-`_issued`, `_looks`, `_alive`, `_numbers`, `_idle`, the cached functions) are changed by single operations, `setdefault`
-where only one thread may win; two threads may compute the same entry, and either of the two is right. A free workspace
-in `_pools` is taken by `pop`, and belongs to who has it; so is an idle thread in the lists of `_idle`.
+Two threads may share four kinds of state. Each is guarded in its own way:
+
+- Records of a forward pass, and the states of generators: by a lock, that of the `Coordinator` and `_lock` in
+  `random_states.py`.
+- Messages of an exchange: nobody changes a message after it was built. Everything that a backward pass reads is
+  complete before the master answers.
+- The modules of a replica, with their dictionaries: the caller makes them, then only the thread of the replica uses
+  them.
+- Tables of the process: by single operations, with `setdefault` where only one thread may win. Two threads may compute
+  the same entry, and either is right. The page "How it works" lists all tables.
 
 Two things belong to the process and cannot be guarded here: the collector, which a thread only enables again if it has
 disabled it itself; and the frames of other threads, which `Record.stack` reads for the error of a timeout, and which

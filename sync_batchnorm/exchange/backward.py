@@ -37,8 +37,7 @@ from torch import Tensor
 from ..backends.base import GENERAL, BackwardInput, BatchStatistics
 from ..backends.streams import in_order_with_engine, on_default_streams
 from ..torch_private import fast_apply, graph_task_id, keeps_graph, set_grad_enabled, uncompiled
-from .replica_call import ReplicaCall
-from .saved import Saved, SavedByHooks
+from .replica_call import ReplicaCall, Saved, SavedByHooks
 
 __all__: list[str] = []
 

@@ -31,8 +31,17 @@ from ..processes import Peers
 from ..torch_private import any_autocast, graph_task_id, hooks_of_thread, set_grad_enabled, without_modes
 from .backward import connect_to_graph
 from .recomputation import recompute
-from .replica_call import ALONE, Answer, Connection, GatheredStatistics, RememberedCall, ReplicaCall, measure
-from .saved import Saved, save
+from .replica_call import (
+    ALONE,
+    Answer,
+    Connection,
+    GatheredStatistics,
+    RememberedCall,
+    ReplicaCall,
+    Saved,
+    measure,
+    save,
+)
 
 __all__: list[str] = []
 

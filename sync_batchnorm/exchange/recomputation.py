@@ -27,8 +27,7 @@ from torch import Tensor
 
 from ..backends.base import LayerArguments
 from ..backends.workspaces import Workspace
-from .replica_call import Connection, RememberedCall, ReplicaCall, measure
-from .saved import graph_source, save
+from .replica_call import Connection, RememberedCall, ReplicaCall, graph_source, measure, save
 
 __all__: list[str] = []
 

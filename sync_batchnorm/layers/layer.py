@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from .. import processes
 from ..backends.base import LayerArguments, RunningStatistics
 from ..current_replica import raise_foreign_layer
-from ..exchange import ALONE, Connection, merge_replicas, sync_batch_norm
+from ..exchange.forward import merge_replicas, sync_batch_norm
+from ..exchange.replica_call import ALONE, Connection
 from ..meeting import SyncMaster
 from ..messages import check_number, in_transform_error, warn_once
 from ..torch_private import BatchNormBase, in_transform, uncompiled

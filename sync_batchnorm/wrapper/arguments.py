@@ -220,7 +220,8 @@ class Arguments:
                 return warn_once(
                     f"{format_path(path)}, a {type(entries).__name__}, is not cut by its entries: every replica gets "
                     "some rows of each of its tensors, and everything else as a whole; if it has an entry for "
-                    f"each sample, pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its entries there"
+                    f"each sample, pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its "
+                    "entries there"
                 )
 
 
