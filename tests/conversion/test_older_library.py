@@ -32,6 +32,7 @@ LINES = [  # found in an index of public GitHub files; they work here, without t
     "from models.networks import sync_batchnorm  # noqa",
     "from sync_batchnorm.batchnorm import SynchronizedBatchNorm2d",
     "from .sync_batchnorm import DataParallelWithCallback",
+    "from models.networks.sync_batchnorm import DataParallelWithCallback",
     "from modeling.sync_batchnorm.batchnorm import patch_sync_batchnorm, convert_model",
     "from networks.sync_batchnorm.replicate import DataParallelWithCallback, DataParallel",
     "from model.sync_batchnorm.replicate import *",
@@ -96,6 +97,11 @@ def test_import_lines_work_after_the_command_of_the_page_and_others_stay(tmp_pat
 def test_modules_give_all_that_those_of_the_older_library_list(module):
     found = names_of(f"from {module} import *")
     assert all(found[name] is getattr(sync_batchnorm, name) for name in NAMES[module].split())
+
+
+def test_line_for_a_folder_called_lib_nn_imports_what_others_import_from_it():
+    (line,) = re.findall(r"^\| `lib.nn`, .+ \| `(from .+?)` below `from .modules import \*` in", PAGE, re.MULTILINE)
+    assert {"SynchronizedBatchNorm2d", "patch_replication_callback"} <= set(names_of(line))
 
 
 @pytest.mark.parametrize("line", MISSING)
