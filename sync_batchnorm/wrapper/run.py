@@ -270,16 +270,20 @@ def _begin_in_thread(work: Callable[[int], None], ended: "SimpleQueue[int]", i: 
         works.put((work, ended, i, run))  # First: otherwise, a signal could leave a thread without work.
         # After Ctrl-C in the caller, a busy daemon thread does not block exit.
         thread = Thread(target=_work_and_stay, args=(works, idle, run.device), name=name, daemon=True)
-        start_new_thread(_start, (thread, ended, i, run))
+        start_new_thread(_start, (thread, ended, i, ref(run)))
     return ref(thread)
 
 
-def _start(thread: Thread, ended: "SimpleQueue[int]", i: int, run: ReplicaRun) -> None:
-    """Start a thread, in a thread that no signal interrupts: see NOTE [signals]."""
+def _start(thread: Thread, ended: "SimpleQueue[int]", i: int, run: "ref[ReplicaRun]") -> None:
+    """Start a thread, in a thread that no signal interrupts: see NOTE [signals].
+
+    The replica may end before this thread, which would keep its tensors alive. So `run` is a weak reference.
+    """
     try:
         thread.start()
     except BaseException as error:
-        run.forward_pass.coordinator.leave(run.number, error)
+        if (waiting := run()) is not None:
+            waiting.forward_pass.coordinator.leave(waiting.number, error)
         ended.put(i)
 
 

@@ -63,6 +63,11 @@ def test_steps_leave_nothing_behind(name, failure):
         before, objects = _live_tensors(), len(gc.get_objects())
         for _ in range(20):
             _step(parallel)
+        end = time.monotonic() + 60
+        while (
+            len(gc.get_objects()) - objects >= 20 and time.monotonic() < end
+        ):  # Threads end a moment after their pass.
+            time.sleep(0.001)
         after, more = _live_tensors(), len(gc.get_objects()) - objects
         unreachable = gc.collect()
     finally:
