@@ -464,14 +464,14 @@ class OwnForward(nn.BatchNorm1d):
 
 FILTERED: dict[str, Callable[[Tensor], Any]] = {
     "plain BatchNorm": lambda input: DataParallelWithCallback(nn.BatchNorm1d(3), CPUS)(input),
-    "that `convert_model` leaves": lambda input: convert_model(OwnForward(3)),
+    "left by `convert_model`": lambda input: convert_model(OwnForward(3)),
     "state on": lambda input: DataParallelWithCallback(
         Net(_sets("step", lambda step, _: step + 1), bn=_norm(), step=0), CPUS
     )(input),
     "hooks that set": lambda input: DataParallelWithCallback(_with_hook_that_sets(), CPUS)(input),
-    "that read": lambda input: DataParallelWithCallback(_with_hook_that_reads(), CPUS)(input),
+    "read them": lambda input: DataParallelWithCallback(_with_hook_that_reads(), CPUS)(input),
     "parameters changed": lambda input: DataParallelWithCallback(Net(_scales_weight, bn=_norm()), CPUS)(input),
-    "lists that": lambda input: DataParallelWithCallback(Net(lambda net, x, tables: net.bn(x), bn=_norm()), CPUS)(
+    "lists not cut": lambda input: DataParallelWithCallback(Net(lambda net, x, tables: net.bn(x), bn=_norm()), CPUS)(
         input, [torch.ones(10, 2), torch.ones(10, 2)]
     ),
     "scalars": lambda input: DataParallelWithCallback(Net(lambda net, x: net.bn(x).sum(), bn=_norm()), CPUS)(input),
@@ -484,7 +484,7 @@ FILTERED: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("about", FILTERED)
 def test_filter_of_the_page_hides_its_warning_alone(about):
     page = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
-    section = page.partition("## Warnings that you may filter")[2].partition("\n## ")[0]
+    section = page.partition("## Warnings to filter")[2].partition("\n## ")[0]
     patterns = re.findall(r'`r?"(.+?)"`', section)
     assert len(patterns) == len(FILTERED)
     assert about in section
