@@ -118,7 +118,7 @@ setup(
         "Development Status :: 4 - Beta",  # until it has run on a real GPU
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
-        "Operating System :: POSIX :: Linux",  # what was run; docs/usage.md says what is known of others
+        "Operating System :: POSIX :: Linux",  # what was run; README.md says what was not
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",

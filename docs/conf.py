@@ -41,7 +41,7 @@ html_show_copyright = html_use_index = False
 
 NAVIGATION = {
     "Train": [
-        *("docs/index", "docs/usage", "docs/losses", "docs/frameworks", "docs/processes", "docs/migrating"),
+        *("docs/usage", "docs/losses", "docs/frameworks", "docs/processes", "docs/migrating"),
         "docs/extending",
     ],
     "When something is wrong": ["docs/troubleshooting", "docs/diagnosing"],

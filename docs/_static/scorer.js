@@ -1,4 +1,4 @@
-// The order of what the search finds: headings with the words of the query, the map, pages for users, and the others.
+// The order of what the search finds: headings with the words of the query, pages for users, and the others.
 var Scorer = {
   score: ([page, title, anchor, description, score]) => {
     const words = (new URLSearchParams(window.location.search).get("q") || "").toLowerCase().split(/\W+/);
@@ -7,7 +7,7 @@ var Scorer = {
     if (page.startsWith("docs/changelog")) return score - 40;
     if (anchor) return score + 20;
     if (/contributing|benchmarks|simulated_gpus/.test(page)) return score - 20;
-    return page === "docs/index" ? score + 10 : score;
+    return score;
   },
   // As Sphinx has them.
   objNameMatch: 11,

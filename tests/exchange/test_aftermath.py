@@ -66,7 +66,7 @@ def test_steps_leave_nothing_behind(name, failure):
         end = time.monotonic() + 60
         while (
             len(gc.get_objects()) - objects >= 20 and time.monotonic() < end
-        ):  # Threads end a moment after their pass.
+        ):  # Threads end a moment later.
             time.sleep(0.001)
         after, more = _live_tensors(), len(gc.get_objects()) - objects
         unreachable = gc.collect()

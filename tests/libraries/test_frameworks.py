@@ -578,7 +578,8 @@ def test_counters_and_exports_take_the_module_of_a_wrapper(recipe):
         recipe.parallel.train()(recipe.batch)
     assert counter.get_total_flops() < recipe.flops
     recipe.parallel.eval()
-    assert_equal(recipe.program.module()(recipe.batch), recipe.net(recipe.batch))
+    program = torch.export.export(recipe.parallel.module, (recipe.batch,))
+    assert_equal(program.module()(recipe.batch), recipe.net(recipe.batch))
     for export in (torch.export.export, torch.onnx.export):
         with pytest.raises(Exception, match=r"(?i)replica|failed to export|DataParallel is not supported|fake ?tensor"):
             export(recipe.parallel, (recipe.batch,))

@@ -1,21 +1,26 @@
-"""What pages say in words, tried: accumulation, averages, loops over rows, `squeeze`, choices, norms of a sample."""
+"""What pages say in words, tried: accumulation, averages, teachers, loops over rows, `squeeze`, choices, filters."""
 
 import copy
 import math
+import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import device_lists, needs_two_gpus
+from conftest import CUDA_COUNT, device_lists, needs_two_gpus
 from helpers import AdaIN, Freezes, Net, assert_equal, assert_same_results, assert_same_state, doubles, twins
+from repository import ROOT
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import (
     DataParallelWithCallback,
     ReplicaSyncError,
+    SynchronizedBatchNorm1d,
     assert_matches_one_device,
     assert_synchronized,
     convert_model,
@@ -321,3 +326,170 @@ def test_backward_pass_in_forward_frees_the_graphs_of_all_replicas():
     loss = synchronized(_net())(doubles(4, 6)).sum()
     loss.backward(retain_graph=True)
     loss.backward()
+
+
+@pytest.mark.parametrize("is_called", ["the wrapper", "the net in forward"])
+def test_net_that_is_called_several_times_has_the_numbers_of_one_device(is_called):
+    def triplet(net: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(net.net if isinstance(net, Net) else net, inputs))
+
+    plain, parallel = twins(_net() if is_called == "the wrapper" else Net(triplet, net=_net()), CPUS)
+    inputs = [doubles(5, 6) for _ in range(3)]
+
+    def step(model: nn.Module) -> list[Tensor]:
+        anchor, same, other = triplet(model, *inputs) if is_called == "the wrapper" else model(*inputs)
+        loss = nn.functional.triplet_margin_loss(anchor, same, other)
+        loss.backward()
+        return [loss]
+
+    assert_same_results(plain, parallel, step)
+
+
+@pytest.mark.parametrize("is_mean", [False, True], ids=["frozen", "mean"])
+def test_teacher_in_a_wrapper_of_its_own_has_the_numbers_of_one_device(is_mean):
+    def teacher_of(model: nn.Module) -> nn.Module:
+        if not is_mean:
+            return copy.deepcopy(model).eval().requires_grad_(False)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True)
+        average.update_parameters(model)
+        return average.eval()
+
+    def distill(model: nn.Module) -> list[Tensor]:
+        is_parallel = isinstance(model, DataParallelWithCallback)
+        teacher = teacher_of(model.module if is_parallel else model)
+        with torch.no_grad():
+            expected = (DataParallelWithCallback(teacher, CPUS) if is_parallel else teacher)(batch)
+        loss = nn.functional.mse_loss(model(batch), expected)
+        loss.backward()
+        return [loss]
+
+    plain, parallel = twins(_net(), CPUS)
+    batch = doubles(5, 6)
+    assert_same_results(plain, parallel, distill)
+
+
+DISJOINT = [pytest.param(([0, 1], [2, 3]), marks=pytest.mark.cuda, id="disjoint")] if CUDA_COUNT > 3 else []
+
+
+@pytest.mark.parametrize("devices", [(CPUS, ["cpu"] * 3), *DISJOINT])
+def test_several_wrappers_have_the_numbers_of_one_device(devices):
+    nets = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double() for _ in range(2)]
+    plain = nn.Sequential(*copy.deepcopy(nets))
+    pairs = zip(nets, devices, strict=True)
+    parallel = nn.Sequential(*[DataParallelWithCallback(convert_model(net).to(ids[0]), ids) for net, ids in pairs])
+    input = doubles(5, 6)
+    outputs = [plain(input), parallel(input.to(devices[0][0]))]
+    for output in outputs:
+        output.sin().sum().backward()
+    assert_equal(outputs[1].cpu(), outputs[0])
+    for expected, parameter in zip(plain.parameters(), parallel.parameters(), strict=True):
+        assert_equal(parameter.grad.cpu(), expected.grad)
+    with pytest.raises(ValueError, match="expected a model with one wrapper, but got 0, 1"):
+        assert_matches_one_device(parallel, torch.randn(5, 6))
+
+
+class NormWithoutCounter(nn.Module):
+    """A copy of BatchNorm's code, as some projects have it."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum, self.affine = num_features, 1e-5, 0.1, True
+        self.weight, self.bias = nn.Parameter(torch.ones(num_features)), nn.Parameter(torch.zeros(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        statistics, parameters = (self.running_mean, self.running_var), (self.weight, self.bias)
+        return nn.functional.batch_norm(input, *statistics, *parameters, self.training, self.momentum, self.eps)
+
+
+class WithLoaderOfTorch(NormWithoutCounter, SynchronizedBatchNorm1d):
+    track_running_stats, num_batches_tracked = True, None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return SynchronizedBatchNorm1d.forward(self, input)
+
+
+class WithOwnLoader(WithLoaderOfTorch):
+    _load_from_state_dict = nn.Module._load_from_state_dict
+
+
+def test_copy_of_the_code_of_batch_norm_loads_its_state_dict_with_its_own_loader():
+    state = {name: torch.rand(3) for name in nn.Sequential(NormWithoutCounter(3)).state_dict()}
+    of_torch, own = (
+        convert_model(nn.Sequential(NormWithoutCounter(3)), classes={NormWithoutCounter: cls})
+        for cls in (WithLoaderOfTorch, WithOwnLoader)
+    )
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*num_batches_tracked"):
+        of_torch.load_state_dict(dict(state))
+    own.load_state_dict(dict(state))
+    assert own.state_dict().keys() == state.keys()
+    assert_matches_one_device(DataParallelWithCallback(own, CPUS), torch.randn(3, 3))
+
+
+def _sets(name: str, value: Any) -> Callable[[Net, Tensor], Tensor]:
+    def forward(net: Net, input: Tensor) -> Tensor:
+        setattr(net, name, value(getattr(net, name, None), input))
+        return net.bn(input)
+
+    return forward
+
+
+def _with_hook_that_sets() -> Net:
+    net = Net(lambda net, input: net.bn(input), bn=_norm(), seen=0)
+    net.bn.register_forward_hook(lambda *_: setattr(net, "seen", 1))
+    return net
+
+
+def _with_hook_that_reads() -> Net:
+    net = Net(_sets("gain", lambda _, input: input.mean()), bn=_norm(), gain=None)
+    net.bn.register_forward_hook(lambda *_: net.gain and None)
+    return net
+
+
+def _norm() -> nn.Module:
+    return SynchronizedBatchNorm1d(3)
+
+
+def _scales_weight(net: Net, input: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.bn.weight.mul_(0.9)
+    return net.bn(input)
+
+
+class OwnForward(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+FILTERED: dict[str, Callable[[Tensor], Any]] = {
+    "plain BatchNorm": lambda input: DataParallelWithCallback(nn.BatchNorm1d(3), CPUS)(input),
+    "left by `convert_model`": lambda input: convert_model(OwnForward(3)),
+    "state on": lambda input: DataParallelWithCallback(
+        Net(_sets("step", lambda step, _: step + 1), bn=_norm(), step=0), CPUS
+    )(input),
+    "hooks that set": lambda input: DataParallelWithCallback(_with_hook_that_sets(), CPUS)(input),
+    "read them": lambda input: DataParallelWithCallback(_with_hook_that_reads(), CPUS)(input),
+    "parameters changed": lambda input: DataParallelWithCallback(Net(_scales_weight, bn=_norm()), CPUS)(input),
+    "lists not cut": lambda input: DataParallelWithCallback(Net(lambda net, x, tables: net.bn(x), bn=_norm()), CPUS)(
+        input, [torch.ones(10, 2), torch.ones(10, 2)]
+    ),
+    "scalars": lambda input: DataParallelWithCallback(Net(lambda net, x: net.bn(x).sum(), bn=_norm()), CPUS)(input),
+    "a checkpoint": lambda input: checkpoint(
+        DataParallelWithCallback(_norm(), CPUS), input.requires_grad_(), use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("about", FILTERED)
+def test_filter_of_the_page_hides_its_warning_alone(about):
+    page = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
+    section = page.partition("## Warnings to filter")[2].partition("\n## ")[0]
+    patterns = re.findall(r'`r?"(.+?)"`', section)
+    assert len(patterns) == len(FILTERED)
+    assert about in section
+    pattern = patterns.pop(list(FILTERED).index(about))
+    with pytest.warns(UserWarning, match=f"^(?:{pattern})") as caught:
+        FILTERED[about](torch.randn(4, 3))
+    assert len(caught) == 1
+    assert not any(re.match(other, str(caught[0].message)) for other in patterns)

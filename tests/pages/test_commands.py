@@ -51,7 +51,6 @@ ELSEWHERE = {  # by whom or why not
     r"(torchrun --nproc-per-node 2|python) docs/examples/train_digits_ddp\.py": "processes/test_distributed.py",
     r"torchrun .*train\.py": "processes/test_distributed.py",
     r"diff .*|rm .*|cp .*": "conversion/test_older_library.py has a folder of this package in the place of another",
-    r"grep .*": "conversion/test_older_library.py",
     r"python -m pytest( .*)?": "they are these tests",
     r"(pip|git|pipx) .*|python3 -m venv .*|\. .*/activate": "installs, or fetches what others need",
 }
