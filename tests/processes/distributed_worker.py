@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 from forks import fork, forked
 from helpers import WITHOUT_BIAS, Net, WithPipe, assert_equal, randomize
-from repository import ROOT, blocks_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.functional import jacobian
@@ -61,7 +60,7 @@ from sync_batchnorm.wrapper.replicas import make_replicas
 CHECKS: dict[str, Callable[[], None]] = {}
 CHECKS_ON_GPUS: dict[str, Callable[[], None]] = {}  # that need some, and run in a world of two
 CHECKS_OF_ENDS: dict[str, Callable[[], None]] = {}  # each ends its world of two: torch aborts the process of rank 0
-SLOW = {"compiled_ddp_equals_one_process", "fsdp2_equals_one_process", "block_of_the_page_compiles_to_two_graphs"}
+SLOW = {"compiled_ddp_equals_one_process", "fsdp2_equals_one_process", "layers_called_by_name_compile_to_two_graphs"}
 ON_GPUS = [
     "steps_of_a_net_are_those_of_one_process",
     "an_empty_process_takes_part",
@@ -871,12 +870,20 @@ def compiled_ddp_equals_one_process() -> None:
         assert_same_training(plain, torch.compile(DistributedDataParallel(model), backend="aot_eager"))
 
 
+class Block(nn.Module):
+    """A net that calls its layers by name, which `torch.compile` can break between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(input)))
+
+
 @check
-def block_of_the_page_compiles_to_two_graphs() -> None:
-    (code,) = [block.code for block in blocks_of(ROOT / "docs" / "processes.md") if "class Block" in block.code]
-    names: dict[str, Any] = {"nn": nn}
-    exec(code, names)
-    plain, model = twins(names["Block"]())
+def layers_called_by_name_compile_to_two_graphs() -> None:
+    plain, model = twins(Block())
     graphs: list[Any] = []
     batch = images()
     with compiling():
