@@ -26,7 +26,7 @@ and a replica drops is freed when the caller's thread runs again, which is at mo
 
 import sys
 
-__version__ = "2.4.0"
+__version__ = "2.5.0"
 
 # This folder may be a copy that is on the path, imported without the version checks of pip. So the checks here come
 # before the other imports, which would fail with less clear errors. Python 3.6 can still parse this file.
