@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel
 
 from ..messages import warn_once
 from ..trees import UNSPECIFIED, Dims, Index, Leaf, Path, Tree, format_dims, format_path, has_to_method, leaves_of
-from .scatter_gather import cut
+from .scatter_gather import scatter_tree
 
 __all__: list[str] = []
 
@@ -104,7 +104,9 @@ class Arguments:
             devices = devices[: len(self.sizes)]
         if len(devices) == 1 and self._are_on(devices[0]):
             return (self._inputs,), (self._kwargs,)
-        return tuple(zip(*map(self._args_and_kwargs, cut(self.tree, self.dims, devices, by_torch)), strict=True))
+        return tuple(
+            zip(*map(self._args_and_kwargs, scatter_tree(self.tree, self.dims, devices, by_torch)), strict=True)
+        )
 
     def _are_on(self, device: torch.device) -> bool:
         """Return whether a single replica on `device` can take the arguments as they are."""

@@ -38,7 +38,7 @@ _OUT_DIMS = "name the dimension of its samples in out_dims, or None there if it 
 _SCALARS = "Was asked to gather along dimension 0, but all input tensors were scalars"  # as torch
 
 
-def cut(tree: Tree, dims: Sequence[int | None], devices: Sequence[torch.device], by_torch: bool) -> list[Any]:
+def scatter_tree(tree: Tree, dims: Sequence[int | None], devices: Sequence[torch.device], by_torch: bool) -> list[Any]:
     """Split the leaves of a tree into one chunk for each device, and return one tree for each chunk.
 
     `dims` gives the dimension of the split for each leaf, or None. Without a split, each chunk gets its own copy of a
@@ -80,7 +80,9 @@ def _move(leaf: Leaf, device: torch.device, copies: bool = False) -> Any:
     return copy.copy(leaf.value).to(device) if has_to_method(type(leaf.value)) else leaf.value
 
 
-def join(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False, dims: Dims = None) -> Any:
+def gather_trees(
+    outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False, dims: Dims = None
+) -> Any:
     """Concatenate the outputs of replicas on `device`, leaf by leaf, and return one tree.
 
     Tensors are concatenated along their dimension in `dims` (the user's `out_dims`), or else along `dim`; scalars
