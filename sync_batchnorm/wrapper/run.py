@@ -1,24 +1,25 @@
 """Run the replicas of a forward pass: each in its own thread, with the modes of the caller, and in turn on one device.
 
-    caller's thread     call_replicas: start each run, wait until all have ended        _failure: raise the first error
-    thread of a run        ReplicaRun.call: modes on, wait for a turn, forward, tell the coordinator how it ended
+    caller's thread      apply ---> call_replicas: start threads, wait for their end ---> _failure ---> outputs or error
+    replica's thread                  ReplicaRun.call: wait for a turn, enter modes, forward, report end to coordinator
 
-The coordinator learns about the end of every replica, also if its thread never starts or is killed: other replicas may
-wait for this one.
+The coordinator learns about the end of every replica, even if its thread never starts or is killed, because other
+replicas may wait for this one.
 
-NOTE [threads that stay]: The obvious way is a new thread for each replica. But torch keeps the plans of cuDNN by thread,
-so each new thread plans each convolution again: a forward pass of ResNet-50 takes 51 ms in place of 6 ms (torch 2.11,
-H200; `docs/benchmarks/gpu`). So the thread of a replica on an accelerator stays idle for the next replica on this device.
-A thread takes its number of OpenMP threads when it begins, so it serves only callers with the same number. It ends if
-its replica fails or changes a setting of the thread, such as grad mode: the next replica may be another model's. On the
-CPU, torch keeps nothing by thread, and an idle thread would keep its OpenMP pool, so threads end with their replica.
+NOTE [threads that stay]: The obvious way is a new thread for each replica. But torch keeps the plans of cuDNN by
+thread, so each new thread plans each convolution again: a forward pass of ResNet-50 takes 51 ms in place of 6 ms (torch
+2.11, H200; `docs/benchmarks/gpu`). So the thread of a replica on an accelerator stays, idle, for the next replica on
+this device. A thread adopts `torch.get_num_threads()` when it begins, so it serves only callers with the same number.
+It ends if its replica fails or changes a setting of the thread, such as grad mode: the next replica may be another
+model's. On the CPU, torch keeps nothing by thread, and an idle thread would keep its OpenMP pool, so the thread ends
+with its replica.
 
 NOTE [signals]: The handler of a signal may raise an exception between any two lines of Python in the main thread. The
-obvious `Thread.start`, `Thread.join` and `Event.wait` release locks in Python. An exception there becomes "release
-unlocked lock", or the thread is lost. So the caller waits only in `SimpleQueue.get`, which is written in C. It starts a
-helper thread with `_thread`, where no signal is handled, and the helper starts the `Thread` of the replica. This must be
-a `Thread`, as debuggers do not see others. The caller keeps only a weak reference to it: at the end of a `Thread`,
-Python code of `threading` runs in the thread that drops the last reference, and would lose the exception.
+obvious calls, `Thread.start`, `Thread.join` and `Event.wait`, release locks in Python. An exception there becomes
+"release unlocked lock", or the thread is lost. So the caller waits only in `SimpleQueue.get`, which is written in C. It
+starts a helper thread with `_thread`, where no signal is handled, and the helper starts the `Thread` of the replica; it
+is a `Thread`, as debuggers do not see others. The caller keeps only a weak reference to it: Python code of `threading`
+runs where a `Thread` object is freed, and would lose the exception.
 """
 
 from _thread import start_new_thread
@@ -109,7 +110,7 @@ class ForwardPass:
                 autocast = partial(torch.autocast, kind, dtype=dtype, cache_enabled=cache)
                 modes.append(lambda _, autocast=autocast: autocast())
         default = torch.get_default_device()
-        if default.type != "cpu":  # A default of "cuda:0" becomes the device of the replica.
+        if default.type != "cpu":  # A default device of the replica's type becomes the replica's device.
             modes.append(lambda device: device if device.type == default.type else default)
         self.modes, self.context = modes, copy_context()
         _prepared.set(list(map(ref, runs)))
@@ -117,9 +118,9 @@ class ForwardPass:
     def _failure(self, raised: BaseException | None, describe: Callable[[], str]) -> BaseException | None:
         """End this forward pass, and return the error to raise, or None.
 
-        `raised` is the exception of the caller's thread, or None. The error of a replica takes precedence: `raised` may
-        be a consequence, such as an error about the missing output. An interrupt in the caller's thread, such as Ctrl-C,
-        goes before both.
+        `raised` is the exception of the caller's thread, or None. The error of a replica takes precedence, as
+        `raised` may be a consequence, such as an error about a missing output. An interrupt in the caller's thread,
+        such as Ctrl-C, goes before both.
         """
         # First: the abort below makes other replicas fail, too.
         who, error = self.coordinator.take_failure() or ("", raised)
@@ -133,8 +134,8 @@ class ForwardPass:
             return raised
         if is_in_replica():
             return error  # The outer wrapper adds the note, with the frames of both.
-        is_users = isinstance(error, Exception) and not isinstance(error, ReplicaSyncError)
-        return without_frames(error, who, describe() if is_users else "")
+        is_from_user = isinstance(error, Exception) and not isinstance(error, ReplicaSyncError)
+        return without_frames(error, who, describe() if is_from_user else "")
 
 
 def _autocast_device_types() -> Sequence[str]:
@@ -186,7 +187,7 @@ class ReplicaRun:
 
 
 class ReplicaHandle(nn.Module):
-    """A stand-in for a replica, returned by `replicate`: it has the replica's attributes, and its call runs the replica.
+    """A stand-in for a replica, returned by `replicate`: it has the attributes of the replica, and its call runs it.
 
     A replica runs once. If a user's `parallel_apply` puts a function around the handles, `called` is this function.
     """
@@ -238,10 +239,7 @@ def call_replicas(handles: Sequence[ReplicaHandle], inputs: Any, kwargs: Any) ->
     streams: dict[torch.device, Any] = {}
     for run in runs:
         run.stream = streams.setdefault(run.device, current_stream(run.device))
-    if len(streams) == len(runs):
-        _run_threads(work, runs)
-    else:
-        _run_in_turns(work, runs)
+    (_run_threads if len(streams) == len(runs) else _run_in_turns)(work, runs)
     return outputs
 
 
@@ -330,14 +328,13 @@ def _run_in_turns(work: Callable[[int], None], runs: Sequence[ReplicaRun]) -> No
     forward_pass = runs[0].forward_pass
     forward_pass.check_turns()
     changes = ParameterChanges(forward_pass.original)
-    devices = {run.number: run.device for run in runs}
-    forward_pass.random_states = states = RandomStates(devices)
+    forward_pass.random_states = states = RandomStates({run.number: run.device for run in runs})
 
     def begin_turn(number: int) -> None:
         changes.look()
         states.begin_turn(number)
 
-    forward_pass.coordinator.take_turns(list(devices), begin_turn)
+    forward_pass.coordinator.take_turns([run.number for run in runs], begin_turn)
     _run_threads(work, runs)
     states.restore_caller()
     changes.warn(len(runs))
@@ -349,6 +346,6 @@ _prepared: ContextVar[Sequence["ref[ReplicaRun]"]] = ContextVar("sync_batchnorm_
 
 
 def prepared_runs() -> list[ReplicaRun]:
-    """Return the runs of the latest `replicate` or `parallel_apply` in this context, without forward passes that ended."""
+    """Return the runs of the latest `replicate` or `parallel_apply` in this context, unless the pass has ended."""
     runs = [run for reference in _prepared.get() if (run := reference()) is not None]
     return [run for run in runs if not run.forward_pass.coordinator.is_over]
