@@ -30,6 +30,7 @@ Path = tuple[Any, ...]  # the name of a tree, then keys, indices and fields down
 # Classes without tensors, and containers that every tree splits into children.
 _ATOMS = {NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _PLAIN = (list, tuple, dict)
+_OTHER_STRUCTURE = ", or call a second wrapper of the module where it returns something else, as in eval mode"
 
 
 class Index(int):
@@ -158,10 +159,7 @@ class Tree:
                 return {key: dims[name] for name, key in names.items() if name in dims}
         elif kind is NoneType or (has_entries and len(dims) == len(children)):
             return dict(zip(children, dims, strict=False))
-        option, other = "in_dims", ""
-        if self._is_output:
-            option = "out_dims"
-            other = ", or call a second wrapper of the module where it returns something else, as in eval mode"
+        option, other = ("out_dims", _OTHER_STRUCTURE) if self._is_output else ("in_dims", "")
         size = f" of {len(children)} entries" if children else ""
         several = f", or a {'tuple of as many' if has_entries else 'dict by its keys or fields'}" if children else ""
         raise ValueError(

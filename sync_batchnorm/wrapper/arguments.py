@@ -177,7 +177,13 @@ class Arguments:
         rows = list(map(self._rows, self.tree.leaves, self.dims))
         cut = [(number, leaf) for number, leaf in zip(rows, self.tree.leaves, strict=True) if number is not None]
         if not cut:
-            raise self._nothing_to_cut_error()
+            values = leaves_of([leaf.value for leaf in self.tree.leaves])
+            kinds = ["whole Tensor" if isinstance(value, Tensor) else type(value).__name__ for value in values]
+            raise TypeError(
+                f"expected tensors to cut into chunks, but got arguments of {', '.join(dict.fromkeys(kinds))} only, of "
+                f"which each of {self._most} replicas would process the whole; pass tensors with a row for each sample "
+                "(torch.from_numpy(array) for an array), name dimensions in in_dims, or call the wrapped module"
+            )
         batch = cut[0][0]
         for number, leaf in cut:
             if number != batch and _shares(number, self._most) != _shares(batch, self._most):
@@ -213,15 +219,6 @@ class Arguments:
             f"{format_path(path)}, {what}, cannot be cut into chunks for replicas; pass dense tensors with a row for "
             "each sample (padded ones and their lengths, tensor.to_dense(), a dict or dataclass for an object)"
             f"{self._remedy_for_lists(path)}, or {_format_in_dims(path, None)} if every replica needs the whole"
-        )
-
-    def _nothing_to_cut_error(self) -> TypeError:
-        values = leaves_of([leaf.value for leaf in self.tree.leaves])
-        kinds = ["whole Tensor" if isinstance(value, Tensor) else type(value).__name__ for value in values]
-        return TypeError(
-            f"expected tensors to cut into chunks, but got arguments of {', '.join(dict.fromkeys(kinds))} only, of "
-            f"which each of {self._most} replicas would process the whole; pass tensors with a row for each sample "
-            "(torch.from_numpy(array) for an array), name dimensions in in_dims, or call the wrapped module"
         )
 
     def _unequal_error(self, rows: int, one: Leaf, rows_of_other: int, two: Leaf) -> ValueError:

@@ -201,9 +201,10 @@ class _ReplicationMixin(DataParallel[Any]):
         outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [describe_split(), look.note()])))
         look.warn()
         # `original is replica`: the user made the replicas, and another coordinator may connect them.
-        is_idle = not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica
-        if is_idle and any(map(_should_exchange, runs[0].replica.modules())):
-            _warn_of_plain_layers(self, forward_pass.original)
+        if not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica:
+            layers: Any = [it for it in runs[0].replica.modules() if vars(it).get("_sync_connection") is not None]
+            if any([layer.training and layer.group_size != 1 for layer in layers]):
+                _warn_of_plain_layers(self, forward_pass.original)
         _warn_of_checkpoint(self, outputs)
         return outputs
 
@@ -244,8 +245,8 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
 
     Warns:
         UserWarning: once each, from a call: BatchNorm layers in training mode without any exchange, some lists without
-            `in_dims`, state that `forward` or a hook sets and loses, see "Gradients and parameters" on the page
-            "Troubleshooting".
+            `in_dims`, state that `forward` sets and loses, attributes of the model that hooks set or read, see
+            "Gradients and parameters" on the page "Troubleshooting".
     """
 
 
@@ -331,11 +332,6 @@ def _checked_options(module: nn.Module, timeout: float, in_dims: InDims, out_dim
             f"timeout must be more than 0 and at most {TIMEOUT_MAX:g} seconds, got {timeout!r}; pass for example 300.0"
         )
     return {"_sync_timeout": float(timeout), "_sync_in_dims": in_dims, "_sync_out_dims": out_dims}
-
-
-def _should_exchange(layer: Any) -> bool:
-    """Return whether a layer is connected to other replicas, and would exchange in its mode."""
-    return vars(layer).get("_sync_connection") is not None and layer.training and layer.group_size != 1
 
 
 def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:

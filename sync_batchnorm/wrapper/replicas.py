@@ -52,11 +52,6 @@ class _ReplicaMark:
         return type(None), ()
 
 
-def _two_aliases(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two views of `tensor`, in the graph and with its version counter; two copies of a sparse tensor."""
-    return (tensor[...], tensor[...]) if tensor.layout == torch.strided else (tensor.clone(), tensor.clone())
-
-
 def _broadcast(devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return copies of all tensors on the first device, then on the second, and so on; devices are distinct."""
     copies = comm.broadcast_coalesced(tensors, devices)  # type: ignore[no-untyped-call]
@@ -87,13 +82,9 @@ class _Broadcast(torch.autograd.Function):
             sums = comm.reduce_add_coalesced(by_device, devices[0])  # type: ignore[no-untyped-call]
             for i, total in zip(full, sums, strict=True):
                 by_tensor[i] = [total]
-        return None, *[_sum(tensor_grads, devices[0]) for tensor_grads in by_tensor]
-
-
-def _sum(grads: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """Return the sum of gradients on `device`, or None if there are none."""
-    # `to` takes time even if it does nothing.
-    return reduce(torch.add, [grad if grad.device == device else grad.to(device) for grad in grads]) if grads else None
+        # `to` takes time even if it does nothing.
+        moved = [[grad if grad.device == devices[0] else grad.to(devices[0]) for grad in one] for one in by_tensor]
+        return None, *[reduce(torch.add, one) if one else None for one in moved]
 
 
 def check_replicable(wrapper: nn.Module, module: nn.Module) -> None:
@@ -162,7 +153,9 @@ def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devic
             # One of two views goes to the next replica on this device, which splits it again. So autograd adds
             # gradients in pairs, and the sums do not depend on the order of replicas in the backward pass.
             for key in differentiable:
-                present[key], following[key] = _two_aliases(present[key])
+                tensor = present[key]
+                is_sparse = tensor.layout != torch.strided  # It has no views.
+                present[key], following[key] = [tensor.clone() if is_sparse else tensor[...] for _ in range(2)]
             for key in plain:
                 following[key] = present[key].detach().clone()
     with_attributes = {key: vars(original) for key, original in originals.items() if vars(original)}

@@ -197,17 +197,14 @@ def _join_tensors(tensors: Sequence[Tensor], device: torch.device, dim: int, by_
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if len({(len(shape), *shape[:dim], *shape[dim:][1:]) for shape in shapes}) == 1:
             raise
-        raise RuntimeError(f"replicas returned tensors of shapes {shapes}{_why_unequal(shapes, dim)}") from error
-
-
-def _why_unequal(shapes: Sequence[tuple[int, ...]], dim: int) -> str:
-    """Return why tensors of these shapes cannot be concatenated along `dim`, and the remedy."""
-    if len({*map(len, shapes)}) > 1:
-        return (
-            ": their numbers of dimensions differ, as after squeeze() of a single row; write flatten(1) for "
-            "(N, C, 1, 1), squeeze(1) for (N, 1)"
+        why = (
+            f"; outputs are put together along dimension {dim}, so all other sizes must be equal; pad them, for "
+            "example with total_length=input.shape[1] in pad_packed_sequence, or name the dimension of the samples in "
+            "out_dims"
         )
-    return (
-        f"; outputs are put together along dimension {dim}, so all other sizes must be equal; pad them, for example "
-        "with total_length=input.shape[1] in pad_packed_sequence, or name the dimension of the samples in out_dims"
-    )
+        if len({*map(len, shapes)}) > 1:
+            why = (
+                ": their numbers of dimensions differ, as after squeeze() of a single row; write flatten(1) for "
+                "(N, C, 1, 1), squeeze(1) for (N, 1)"
+            )
+        raise RuntimeError(f"replicas returned tensors of shapes {shapes}{why}") from error
