@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, patch_replication_callback
 from sync_batchnorm.wrapper.devices import as_device
 from sync_batchnorm.wrapper.replicas import make_replicas
-from sync_batchnorm.wrapper.scatter_gather import join
+from sync_batchnorm.wrapper.scatter_gather import gather_trees
 
 R = 3  # replicas of most tests; every replica gets two rows
 
@@ -62,7 +62,7 @@ class TorchStyle(nn.DataParallel):
     def forward(self, *inputs: Any) -> Any:
         parts = list(zip(*[input.chunk(len(self.device_ids)) for input in inputs], strict=True))
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])
-        return join(self.parallel_apply(replicas, parts, [{} for _ in parts]), torch.device("cpu"), 0)
+        return gather_trees(self.parallel_apply(replicas, parts, [{} for _ in parts]), torch.device("cpu"), 0)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         return make_replicas(module, [as_device(device) for device in device_ids], not torch.is_grad_enabled())
@@ -80,7 +80,7 @@ class OwnForward(TorchStyle):
         parts = list(zip(*[input.chunk(len(self.device_ids)) for input in inputs], strict=True))
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])
         outputs = TorchStyle.parallel_apply(self, replicas, parts, [{} for _ in parts])
-        return join(outputs, torch.device("cpu"), 0)
+        return gather_trees(outputs, torch.device("cpu"), 0)
 
 
 class OneThread(TorchStyle):

@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..derived import derived_class
 from ..messages import check_module, warn
 from ..torch_private import BatchNormBase
-from ..wrapper import DataParallelWithCallback, _ReplicationMixin, patch, use_devices_of_torch
+from ..wrapper import DataParallelWithCallback, _ReplicationMixin, drop_unsupported_devices, patch
 from .layer import SYNCHRONIZED, SynchronizedBatchNorm, SynchronizedBatchNorm2d, _SynchronizedBatchNorm, sync_options
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
@@ -228,7 +228,7 @@ def _revert(module: nn.Module) -> str | None:
         return f"{cls.__name__} is derived from a class of sync_batchnorm; give it the class that you want, by hand"
     object.__setattr__(module, "__class__", plain)
     if isinstance(module, nn.DataParallel):
-        use_devices_of_torch(module)
+        drop_unsupported_devices(module)
         return None
     group = state.get("_former_process_group", state.get("process_group"))
     for name in _RESERVED:

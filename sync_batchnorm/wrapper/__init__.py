@@ -1,13 +1,13 @@
-"""The wrapper: makes the replicas of a module, connects them, runs them in threads, and puts their outputs together.
+"""The wrapper: replicate a module, connect the replicas, run them in threads, and gather their outputs.
 
-What replicas exchange, and when, is up to the callbacks of the modules. Of batch norm the wrapper knows one thing:
-whether a layer trains, so that it can warn of plain layers and refuse layers that do not belong to the replica.
+Callbacks of the modules decide about exchanges. The wrapper reads one fact about batch norm layers, their mode: it
+warns about plain layers in training mode, and refuses training of another replica's layers.
 """
 
 from .arguments import Arguments as Arguments
 from .data_parallel import DataParallelWithCallback as DataParallelWithCallback
 from .data_parallel import _ReplicationMixin as _ReplicationMixin
+from .data_parallel import drop_unsupported_devices as drop_unsupported_devices
 from .data_parallel import patch as patch
-from .data_parallel import use_devices_of_torch as use_devices_of_torch
 
 __all__: list[str] = []

@@ -1,4 +1,8 @@
-"""The arguments of a call, by the names that `forward` has for them: along which dimensions they are cut, and where."""
+"""Plan the split of a call's arguments: match them to the parameters of `forward`, choose a dimension for each tensor.
+
+All replicas must get rows of the same samples. Each tensor is split along its dimension in `in_dims`, or else along
+`dim` of the wrapper. The call is refused if the tensors would not give each replica the same share of their rows.
+"""
 
 import functools
 import math
@@ -12,28 +16,29 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from ..messages import warn_once
-from ..trees import UNSPECIFIED, Dims, Index, Leaf, Path, Tree, format_dims, format_path, leaves_of
-from .scatter_gather import cut
+from ..trees import UNSPECIFIED, Dims, Index, Leaf, Path, Tree, format_dims, format_path, has_to_method, leaves_of
+from .scatter_gather import scatter_tree
 
 __all__: list[str] = []
 
 _IN_DIMS = "name the dimension of its samples in in_dims, or None there if every replica needs the whole"
 
-InDims = Mapping[str, Dims] | None  # by the names of arguments
+InDims = Mapping[str, Dims] | None  # by argument name
 OutDims = Dims
 
-_kinds: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()  # of the parameters of a method, by name
+# The kinds of a method's parameters (`Parameter.VAR_POSITIONAL`, ...), by method and name: `signature` is slow.
+_kinds: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 
 
 def parameters_of(module: nn.Module) -> dict[str, int]:
-    """Return the kinds of the parameters of a module's `forward`, by name.
+    """Return the kinds of parameters of a module's `forward`, by name.
 
-    A `forward` whose signature Python cannot read counts as ``forward(*inputs, **kwargs)``.
+    Without a readable signature, `forward` counts as ``forward(*inputs, **kwargs)``.
     """
-    while isinstance(module, DataParallel):  # whose own forward takes anything
+    while isinstance(module, DataParallel):  # Its `forward` takes any arguments.
         module = module.module
     children = dict(module.named_children()) if type(module).__module__.startswith("torch.") else {}
-    forward = children.get("_orig_mod", module).forward  # that which torch.compile has got
+    forward = children.get("_orig_mod", module).forward  # of the compiled module's original
     method = getattr(forward, "__func__", forward)
     try:
         if method not in _kinds:
@@ -45,7 +50,7 @@ def parameters_of(module: nn.Module) -> dict[str, int]:
 
 
 def check_dims(module: nn.Module, in_dims: Any, out_dims: Any) -> None:
-    """Raise an error for dimensions of a wrong type, or of arguments that the `forward` of a module does not have."""
+    """Raise an error for dimensions of a wrong type, and for names that are no arguments of the module's `forward`."""
     if not isinstance(in_dims, (dict, type(None))):
         raise TypeError(f"in_dims must be a dict by the names of arguments, such as {{'mask': None}}, got {in_dims!r}")
     for name, dims in [*(in_dims or {}).items(), ("out_dims", out_dims)]:
@@ -61,58 +66,74 @@ def check_dims(module: nn.Module, in_dims: Any, out_dims: Any) -> None:
 
 
 def chunk_sizes(rows: int, most: int) -> list[int]:
-    """Return how many rows each chunk has, as `torch.chunk` cuts them into at most as many; no rows: empty chunks."""
+    """Return the number of rows of each chunk, at most `most` chunks, as `torch.chunk`; `most` zeros without rows."""
     size = math.ceil(rows / most)
     return [min(size, rows - first) for first in range(0, rows, size)] if rows else [0] * most
 
 
 def _shares(rows: int, most: int) -> list[float]:
+    """Return the fraction of all rows in each chunk."""
     return [size / (rows or 1) for size in chunk_sizes(rows, most)]
 
 
-_in_dims = functools.partial(format_dims, "in_dims")
+_format_in_dims = functools.partial(format_dims, "in_dims")
 
 
 class Arguments:
-    """The arguments of a call of a wrapper, which are cut into at most as many chunks as there are devices."""
+    """The arguments of one call of a wrapper.
+
+    Args:
+        most: the number of devices, and the largest number of chunks.
+    """
 
     def __init__(self, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> None:
         self._wrapper, self._inputs, self._kwargs, self._most = wrapper, inputs, kwargs, most
         self._in_dims = wrapper._sync_in_dims
-        # The number of rows of each chunk.
+        # The number of rows in each chunk; empty if nothing is split.
         self.sizes = self._sizes() if most > 1 and (inputs or kwargs) else []
 
     def chunks(self, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Sequence[Any]]:
-        """Return the positional arguments of all chunks, and their keyword arguments; nothing of nothing, as torch.
+        """Return (positional arguments of each chunk, keyword arguments of each chunk).
 
-        A single chunk whose tensors are on its device has the arguments themselves.
+        Without arguments both are empty, as in torch. A single chunk on its own device is not copied.
         """
         if not self._inputs and not self._kwargs:
             return (), ()
         if self._most > 1:
-            # PyTorch would make a chunk for every device if an argument has no tensors, and pad the other arguments.
+            # torch would make a chunk for each device if any argument has no tensors, and pad the other arguments.
             devices = devices[: len(self.sizes)]
         if len(devices) == 1 and self._are_on(devices[0]):
             return (self._inputs,), (self._kwargs,)
-        return tuple(zip(*map(self._split, cut(self.tree, self.dims, devices, by_torch)), strict=True))
+        return tuple(
+            zip(*map(self._args_and_kwargs, scatter_tree(self.tree, self.dims, devices, by_torch)), strict=True)
+        )
 
     def _are_on(self, device: torch.device) -> bool:
-        """Return whether nothing must be moved to a device, or copied for a single replica."""
+        """Return whether a single replica on `device` can take the arguments as they are."""
         values = (*self._inputs, *self._kwargs.values())
         if not self._in_dims and all([type(value) is Tensor and value.device == device for value in values]):
-            return True  # The compiler of torch 2.8 cannot trace what follows.
-        return not any([leaf.must_move(device) for leaf in self.tree.leaves])
+            return True  # torch.compile of torch 2.8 cannot trace the code below.
+
+        def is_ready(leaf: Leaf) -> bool:
+            if isinstance(leaf.value, Tensor):
+                return leaf.value.device == device
+            return not leaf.splits_by_entry() and (leaf.dim is not None or not has_to_method(type(leaf.value)))
+
+        return all(map(is_ready, self.tree.leaves))
 
     @functools.cached_property
     def tree(self) -> Tree:
-        """The arguments as one tree: a dict by the names that `forward` has for them."""
+        """The arguments as one tree: a dict by parameter names of `forward`.
+
+        Positional arguments beyond the named parameters are a dict by index, under the name of ``*args``.
+        """
         inputs, kwargs = self._inputs, self._kwargs
-        # On one device without `in_dims`, nothing is cut and nothing is named.
+        # On one device and without `in_dims`, names are not needed.
         kinds = parameters_of(self._wrapper.module) if self._in_dims or self._most > 1 else {}
         names = [name for name, kind in kinds.items() if kind < Parameter.VAR_POSITIONAL]
         arguments: dict[str, Any] = dict(zip(names, inputs, strict=False))
-        self._number, self._rest = len(arguments), ""
-        if len(inputs) > len(names):  # A dict of the others is cut as they are, not by its entries.
+        self._num_named, self._rest = len(arguments), ""
+        if len(inputs) > len(names):  # A dict, as 0 in `in_dims` would split a tuple by its entries.
             self._rest = next((name for name, kind in kinds.items() if kind is Parameter.VAR_POSITIONAL), "inputs")
             self._rest = f"*{self._rest}" if self._rest in kwargs else self._rest
             arguments[self._rest] = dict(zip(map(Index, range(len(inputs))), inputs[len(names) :], strict=False))
@@ -122,19 +143,19 @@ class Arguments:
             )
         return Tree(arguments | kwargs, self._in_dims or UNSPECIFIED)
 
-    def _split(self, chunk: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and the keyword arguments of a chunk."""
+    def _args_and_kwargs(self, chunk: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Separate a chunk of `tree` into positional and keyword arguments."""
         others = chunk.pop(self._rest).values() if self._rest else ()
         names = list(chunk)
-        return (*map(chunk.pop, names[: self._number]), *others), chunk
+        return (*map(chunk.pop, names[: self._num_named]), *others), chunk
 
     @functools.cached_property
     def dims(self) -> list[int | None]:
-        """The dimension along which each leaf is cut, None for what all replicas get as a whole."""
+        """The dimension for the split of each leaf; None for leaves that every replica gets whole."""
         return list(map(self._dim_of, self.tree.leaves))
 
     def describe_split(self) -> str:
-        """Return how tensors were cut for which no dimension is named; an empty text if there are none."""
+        """Describe, for an error note, the split of tensors without a dimension in `in_dims`; empty without any."""
         cut: list[str] = []
         for leaf, dim in zip(self.tree.leaves, self.dims, strict=True):
             if leaf.dim is UNSPECIFIED and dim is not None:
@@ -147,16 +168,22 @@ class Arguments:
     def _dim_of(self, leaf: Leaf) -> int | None:
         if leaf.dim is None or not isinstance(leaf.value, Tensor) or (leaf.dim is UNSPECIFIED and not leaf.value.dim()):
             return None
-        return leaf.dimension(self._wrapper.dim, _IN_DIMS)
+        return leaf.resolve_dim(self._wrapper.dim, _IN_DIMS)
 
     def _sizes(self) -> list[int]:
-        """Return the sizes of the chunks; raise an error unless replicas can get the rows of their samples."""
+        """Return the size of each chunk; raise an error if replicas would get rows of different samples."""
         for path, kind in self.tree.unreachable:
             raise self._uncut_error(path, f"a {kind} that holds tensors")
         rows = list(map(self._rows, self.tree.leaves, self.dims))
         cut = [(number, leaf) for number, leaf in zip(rows, self.tree.leaves, strict=True) if number is not None]
         if not cut:
-            raise self._nothing_to_cut_error()
+            values = leaves_of([leaf.value for leaf in self.tree.leaves])
+            kinds = ["whole Tensor" if isinstance(value, Tensor) else type(value).__name__ for value in values]
+            raise TypeError(
+                f"expected tensors to cut into chunks, but got arguments of {', '.join(dict.fromkeys(kinds))} only, of "
+                f"which each of {self._most} replicas would process the whole; pass tensors with a row for each sample "
+                "(torch.from_numpy(array) for an array), name dimensions in in_dims, or call the wrapped module"
+            )
         batch = cut[0][0]
         for number, leaf in cut:
             if number != batch and _shares(number, self._most) != _shares(batch, self._most):
@@ -165,7 +192,7 @@ class Arguments:
         return chunk_sizes(batch, self._most)
 
     def _rows(self, leaf: Leaf, dim: int | None) -> int | None:
-        """Return the number of rows of a leaf, or of entries of a list; None for what every replica gets whole."""
+        """Return the number of rows of a tensor, or entries of a list; None for leaves that all replicas get whole."""
         path, value, named = leaf
         if leaf.splits_by_entry():
             return len(value)
@@ -179,28 +206,19 @@ class Arguments:
         return int(value.shape[dim])
 
     def _outermost_list(self, path: Path) -> Path | None:
-        """Return the path of the outermost list on a path for which `in_dims` names nothing."""
+        """Return the path of the outermost list around a leaf, among lists without a dimension in `in_dims`."""
         return next((path[:i] for i in range(1, len(path) + 1) if path[:i] in self.tree.lists), None)
 
-    def _by_sample(self, *paths: Path) -> str:
-        """Return what to pass if the outermost list on each of the paths has an entry for each sample."""
+    def _remedy_for_lists(self, *paths: Path) -> str:
+        """Return the part of a remedy for lists with one entry per sample around leaves at these paths."""
         lists = dict.fromkeys(filter(None, map(self._outermost_list, paths)))
-        return "".join([f", {_in_dims(path, 0)} for a list with an entry for each sample" for path in lists])
+        return "".join([f", {_format_in_dims(path, 0)} for a list with an entry for each sample" for path in lists])
 
     def _uncut_error(self, path: Path, what: str) -> TypeError:
         return TypeError(
             f"{format_path(path)}, {what}, cannot be cut into chunks for replicas; pass dense tensors with a row for "
             "each sample (padded ones and their lengths, tensor.to_dense(), a dict or dataclass for an object)"
-            f"{self._by_sample(path)}, or {_in_dims(path, None)} if every replica needs the whole"
-        )
-
-    def _nothing_to_cut_error(self) -> TypeError:
-        values = leaves_of([leaf.value for leaf in self.tree.leaves])
-        kinds = ["whole Tensor" if isinstance(value, Tensor) else type(value).__name__ for value in values]
-        return TypeError(
-            f"expected tensors to cut into chunks, but got arguments of {', '.join(dict.fromkeys(kinds))} only, of "
-            f"which each of {self._most} replicas would process the whole; pass tensors with a row for each sample "
-            "(torch.from_numpy(array) for an array), name dimensions in in_dims, or call the wrapped module"
+            f"{self._remedy_for_lists(path)}, or {_format_in_dims(path, None)} if every replica needs the whole"
         )
 
     def _unequal_error(self, rows: int, one: Leaf, rows_of_other: int, two: Leaf) -> ValueError:
@@ -209,27 +227,29 @@ class Arguments:
         remedy = "its tensors have the rows" if dims else "every replica needs the whole"
         return ValueError(
             f"{format_path(one.path)} has {rows} rows, but {format_path(two.path)} has {rows_of_other}, so that "
-            f"replicas would get rows that do not belong together; {_what_to_name(odd)}"
-            f"{self._by_sample(one.path, two.path)}, or pass {_in_dims(odd.path, dims)} to the wrapper if {remedy}"
+            f"replicas would get rows that do not belong together; {_remedy_for_rows(odd)}"
+            f"{self._remedy_for_lists(one.path, two.path)}, or pass {_format_in_dims(odd.path, dims)} to the wrapper "
+            f"if {remedy}"
         )
 
     def _warn_of_lists(self, rows: list[int | None], batch: int) -> None:
-        """Warn once of a list whose tensors have other rows than the batch."""
+        """Warn once about a list whose tensors differ from the batch in their number of rows."""
         for path, (entries, start, end) in self.tree.lists.items():
             if len(entries) > 1 and not {*rows[start:end]} <= {batch, None}:
                 return warn_once(
                     f"{format_path(path)}, a {type(entries).__name__}, is not cut by its entries: every replica gets "
                     "some rows of each of its tensors, and everything else as a whole; if it has an entry for "
-                    f"each sample, pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its "
-                    "entries there"
+                    f"each sample, pass {_format_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of "
+                    "its entries there"
                 )
 
 
-def _what_to_name(leaf: Leaf) -> str:
-    """Return what to do about an argument with other rows, by what `in_dims` names for it."""
+def _remedy_for_rows(leaf: Leaf) -> str:
+    """Return the remedy for an argument with another number of rows, given its entry in `in_dims`."""
+    path = format_path(leaf.path)
     if leaf.dim is UNSPECIFIED:
-        return f"name the dimension of the samples of {format_path(leaf.path)} in in_dims"
+        return f"name the dimension of the samples of {path} in in_dims"
     if leaf.splits_by_entry():
-        return f"in_dims names {format_path(leaf.path)} as a list with an entry for each sample: pass as many"
-    of_shape = f"{format_path(leaf.path)} of shape {tuple(leaf.value.shape)}"
-    return f"in_dims names dimension {leaf.dim} of {of_shape}: name another one if that has its samples"
+        return f"in_dims names {path} as a list with an entry for each sample: pass as many"
+    shape = tuple(leaf.value.shape)
+    return f"in_dims names dimension {leaf.dim} of {path} of shape {shape}: name another one if that has its samples"

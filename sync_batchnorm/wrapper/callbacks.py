@@ -1,4 +1,13 @@
-"""The replication callback: what the copies of one submodule share, and who calls it on them."""
+"""Call the replication callbacks: ``__data_parallel_replicate__(ctx, copy_id)`` on the replicas of each submodule.
+
+A layer cannot reach its copies in other replicas. So the callbacks run in the caller's thread, before the forward pass,
+and get one context object for all copies of a submodule. Replica 0 stores a `SyncMaster` in it, and the other replicas
+register there:
+
+                    replica 0                             replica 1
+    ctx of "bn1"    ctx.sync_master = SyncMaster(...)     pipe = ctx.sync_master.register_slave(1)
+    ctx of "bn2"    ctx.sync_master = SyncMaster(...)     pipe = ctx.sync_master.register_slave(1)
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,13 +28,13 @@ _CALLBACK = "__data_parallel_replicate__"
 
 
 class CallbackContext:
-    """What all copies of one submodule share during one forward pass; set any attribute on it.
+    """The object shared by all copies of one submodule, for one forward pass. Set any attribute on it.
 
-    The callbacks get it as `ctx`, see "Callbacks for modules of your own" on the page "Extending". A `SyncMaster` that
-    is put here belongs to this forward pass, and its master is the replica whose callback puts it here.
+    Callbacks get it as `ctx`, see "Callbacks for modules of your own" on the page "Extending". Setting a `SyncMaster`
+    resets it for this forward pass and makes the current replica its master.
     """
 
-    _sync_pools: "ref[WorkspacePools] | None" = None  # that the forward passes of a wrapper share
+    _sync_pools: "ref[WorkspacePools] | None" = None  # shared by all forward passes of a wrapper
 
     if TYPE_CHECKING:
 
@@ -38,13 +47,13 @@ class CallbackContext:
 
 
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
-    """Call ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule that has it; for wrappers of your own.
+    """Call ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule that defines it, in a wrapper of your own.
 
-    `modules` are the replicas of one module, in order. All callbacks of replica 0 come first, then the callbacks of
-    replica 1, and so on. The copies of one submodule share one `CallbackContext`.
+    The order is: all callbacks of replica 0, then of replica 1, and so on. Copies of a submodule share one
+    `CallbackContext`. `modules` are the replicas of one module, in order.
 
     Raises:
-        TypeError, ValueError: if `modules` is no list of modules, or is empty.
+        TypeError, ValueError: if `modules` is not a list of modules, or is empty.
     """
     is_list = isinstance(modules, (Sequence, nn.ModuleList))
     others = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)] if is_list else []
@@ -64,31 +73,31 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 def execute_callbacks(
     modules: Sequence[nn.Module], coordinator: Coordinator, pools: "ref[WorkspacePools] | None" = None
 ) -> dict[str, CallbackContext]:
-    """Execute the callbacks; return the context of each submodule that has one, by name."""
+    """Call all callbacks, and return the contexts by the name of their submodule."""
     named = names_of_modules(modules[0]).items()
     contexts = {name: CallbackContext() for module, name in named if hasattr(type(module), _CALLBACK)}
     for ctx in contexts.values():
         vars(ctx)["_sync_pools"] = pools
     paths = [(name, name.split(".") if name else (), ctx) for name, ctx in contexts.items()]
-    here = RunningCallback(coordinator)
-    token = running_callback.set(here)
+    current = RunningCallback(coordinator)
+    token = running_callback.set(current)
     try:
-        for here.number, replica in enumerate(modules):
+        for current.number, replica in enumerate(modules):
             for name, path, ctx in paths:
                 module: Any = replica
-                for part in path:
-                    module = module._modules[part]  # `getattr` takes ten times as long
-                here.name = name or type(module).__name__
-                module.__data_parallel_replicate__(ctx, here.number)
+                for child in path:
+                    module = module._modules[child]  # `getattr` takes ten times as long
+                current.name = name or type(module).__name__
+                module.__data_parallel_replicate__(ctx, current.number)
     finally:
         running_callback.reset(token)
     return contexts
 
 
 def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
-    """Raise an error in a replica whose forward calls a wrapper that trains synchronized layers.
+    """Raise an error for a wrapper inside a replica, if it would train synchronized layers.
 
-    The inner wrapper would synchronize its own replicas with each other, and with nobody outside.
+    The inner wrapper would synchronize its own replicas with each other, but not with the other outer replicas.
     """
     for child in module.modules():
         if hasattr(type(child), _CALLBACK) and _uses_batch(child):
@@ -96,9 +105,10 @@ def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> None:
-    """Raise an error if a layer of `module`, whose replicas take turns, exchanges by the pipes of another package.
+    """Raise an error if a layer of `module` exchanges through another package, while replicas take turns.
 
-    That package knows nothing of turns: a replica that waits in such a layer would keep its turn forever.
+    A replica must give up its turn while it waits. The layers of the other package, such as a copy of this one, would
+    wait without that, and keep the other replicas from running.
     """
     for name, ctx in contexts.items():
         packages = list(filter(None, map(_package_of_pipe, vars(ctx).values())))
@@ -113,14 +123,14 @@ def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> 
 
 
 def _package_of_pipe(value: object) -> str | None:
-    """Return the package of a master or pipe that is none of this package; None for everything else."""
+    """Return the package of a `SyncMaster` or `SlavePipe` from elsewhere; None for this package's and other objects."""
     if isinstance(value, (SyncMaster, SlavePipe)):
         return None
-    # So they are called in copies of this package and in the older library, too.
+    # Copies of this package and the older library use the same class names.
     modules = [cls.__module__ for cls in type(value).__mro__ if cls.__name__ in ("SyncMaster", "SlavePipe")]
     return re.sub(r"\.(comm|meeting\.pipes)$", "", modules[0]) if modules else None
 
 
 def _uses_batch(layer: nn.Module) -> bool:
-    """Return whether a layer with a callback normalizes with the batch, not with running statistics."""
+    """Return whether a layer normalizes with batch statistics, not with running statistics."""
     return layer.training or getattr(layer, "running_mean", 0) is None

@@ -1,13 +1,16 @@
-"""The wrapper: `DataParallelWithCallback`, and a `DataParallel` that is patched to do what it does.
+"""The wrapper: `DataParallelWithCallback`, and the patch that gives an existing `DataParallel` the same behavior.
 
-A forward pass takes four steps, which a subclass may override. What is done around a step is done whoever overrides it:
+A forward pass takes four steps. Users override them in subclasses of `DataParallel`, and expect `super()` to work. A
+single class with both the steps and our additions would fail: an overridden step would lose the additions to it. So two
+classes share the work, and the user's class stands between them when an object is patched:
 
-    in `_ReplicationMixin`, around it    the step: the user's own, which may call that of `AnyDeviceDataParallel`
-    ---------------------------------    ------------------------------------------------------------------------
-    forward: refuses tracing             scatter          cuts the arguments into chunks
-    replicate: executes callbacks        replicate        copies the module
-    parallel_apply: modes, failures      parallel_apply   calls a `ReplicaHandle` for each replica, in threads
-                                         gather           puts the outputs together
+    _ReplicationMixin                    the user's class     AnyDeviceDataParallel
+    additions, always run                may override         default steps
+    ----------------------------------   ------------------   ----------------------------------------------------
+    forward: refuse tracing              scatter              split the arguments into chunks
+    replicate: call the callbacks        replicate            copy the module
+    parallel_apply: modes, failures      parallel_apply       call a `ReplicaHandle` for each replica, in threads
+                                         gather               concatenate the outputs
 
 The state of a forward pass belongs to its replicas and ends with them, except for memory on GPUs, see
 NOTE [workspaces].
@@ -36,7 +39,7 @@ from .devices import DeviceId, as_device, check_transfers, checked_devices, unsu
 from .lost_state import Look
 from .replicas import check_replicable, make_replicas
 from .run import ForwardPass, ReplicaHandle, call_replicas, new_coordinator, prepared_runs
-from .scatter_gather import join
+from .scatter_gather import gather_trees
 
 __all__ = ["DataParallelWithCallback", "patch_replication_callback"]
 
@@ -47,13 +50,14 @@ NO_ACCELERATOR = (
     "DataParallelWithCallback(module, ['cpu'] * 2), or derive your own class of DataParallel from it"
 )
 
-# Which of the steps of a forward pass were those of this file, that of `scatter` with what tells how it has cut; a
-# subclass may have its own. It is emptied at the end: a thread that a replica has started may keep its context.
+# The default steps that ran in this forward pass, by (wrapper, step); an overridden step may not call its default. The
+# value of "scatter" describes the split, for error notes. The dict is emptied at the end of the pass, as threads from
+# user code may keep this context alive.
 _default_steps_run: ContextVar[dict[tuple[nn.Module, str], Any]] = ContextVar("_default_steps_run")
 
 
 class AnyDeviceDataParallel(DataParallel[Any]):
-    """`torch.nn.DataParallel` that also takes CPU replicas, several replicas on one device, and dimensions."""
+    """`torch.nn.DataParallel` with replicas on the CPU, several replicas on one device, `in_dims` and `out_dims`."""
 
     _sync_in_dims: InDims
     _sync_out_dims: OutDims
@@ -77,9 +81,9 @@ class AnyDeviceDataParallel(DataParallel[Any]):
             self.module, self.dim, self.device_ids = module, dim, list(devices)
             self.output_device, self.src_device_obj = output or devices[0], devices[0]
         else:
-            output = -1 if output == torch.device("cpu") else output_device  # as torch takes it
+            output = -1 if output == torch.device("cpu") else output_device  # torch's number for the CPU
             super().__init__(module, device_ids, output, dim)  # type: ignore[arg-type]
-            if not self.device_ids:  # Without an accelerator, torch returns before it sets these.
+            if not self.device_ids:  # Without an accelerator, torch's constructor returns early.
                 self.dim, self.output_device = dim, output
                 if devices:
                     warn_once(NO_ACCELERATOR)
@@ -87,7 +91,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
         arguments = Arguments(self, inputs, kwargs or {}, len(device_ids))
-        if len(self.device_ids) > 1:  # Otherwise it may be compiled as a whole, without a `ContextVar`.
+        if len(self.device_ids) > 1:  # torch.compile cannot trace a `ContextVar`, and may trace a single replica.
             _default_steps_run.get({})[self, "scatter"] = arguments.describe_split
         devices = tuple(map(as_device, device_ids))
         return arguments.chunks(devices, not unsupported_by_torch(devices))
@@ -101,23 +105,23 @@ class AnyDeviceDataParallel(DataParallel[Any]):
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         _default_steps_run.get({})[self, "gather"] = None
         by_torch = not unsupported_by_torch(tuple(map(as_device, self.device_ids)))
-        return join(outputs, as_device(output_device), self.dim, by_torch, self._sync_out_dims)
+        return gather_trees(outputs, as_device(output_device), self.dim, by_torch, self._sync_out_dims)
 
 
 class _ReplicationMixin(DataParallel[Any]):
-    """Extends a `DataParallel`: it calls the callbacks, runs the replicas so that they can exchange, and warns.
+    """Adds to the steps of a `DataParallel`: call the callbacks, let replicas exchange, report failures, and warn.
 
-    It does not work to derive this from `AnyDeviceDataParallel`, which would then come before the bases of a user's
-    class: `super()` in that class would not reach them.
+    It is not derived from `AnyDeviceDataParallel`. Otherwise that class would precede the bases of a patched user's
+    class in the method resolution order, and `super()` in the user's class would skip these bases.
     """
 
-    _sync_behind = (AnyDeviceDataParallel,)  # which `super()` in a patched class reaches, in place of torch's class
+    _sync_behind = (AnyDeviceDataParallel,)  # the last base of a patched class, before torch's `DataParallel`
     _sync_timeout: float = DEFAULT_TIMEOUT
-    _sync_in_dims: InDims = None  # also of wrappers from pickles of older versions
+    _sync_in_dims: InDims = None  # Pickles of older versions have neither `in_dims` nor `out_dims`.
     _sync_out_dims: OutDims = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.__dict__.get("_is_replica"):  # in a replica of another wrapper, which has made all replicas
+        if self.__dict__.get("_is_replica"):  # This wrapper is a submodule of another wrapper's replica.
             return self.module(*inputs, **kwargs)
         if len(self.device_ids) > 1:
             return self._forward_in_replicas(*inputs, **kwargs)
@@ -149,24 +153,24 @@ class _ReplicationMixin(DataParallel[Any]):
         token = _default_steps_run.set(steps)
         try:
             outputs = super().forward(*inputs, **kwargs)
-            self._check_reached("gather", "out_dims", self._sync_out_dims)
+            self._refuse_ignored_dims("gather", "out_dims", self._sync_out_dims)
             return outputs
         finally:
             _default_steps_run.reset(token)
             steps.clear()
 
-    def _check_reached(self, step: str, option: str, dims: Any) -> None:
-        """Raise an error for dimensions that a `scatter` or `gather` of the user's own ignores."""
-        # Nothing is set where somebody calls the steps.
-        here = self, step
-        if dims is not None and here not in _default_steps_run.get({here: None}):
+    def _refuse_ignored_dims(self, step: str, option: str, dims: Any) -> None:
+        """Raise an error for `in_dims` or `out_dims`, if the user's `scatter` or `gather` ignores them."""
+        key = self, step
+        # Outside `forward`, where users call the steps one by one, the variable is not set: no error.
+        if dims is not None and key not in _default_steps_run.get({key: None}):
             raise RuntimeError(
                 f"{option} of a {type(self).__name__} would be ignored, as its own {step} does not call that of "
                 f"DataParallelWithCallback; call super().{step}, or leave out {option}"
             )
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any) -> list[Any]:
-        self._check_reached("scatter", "in_dims", self._sync_in_dims)
+        self._refuse_ignored_dims("scatter", "in_dims", self._sync_in_dims)
         if is_in_replica():
             refuse_training(self, module)
         if len(device_ids) == 1:
@@ -179,7 +183,7 @@ class _ReplicationMixin(DataParallel[Any]):
         try:
             contexts = execute_callbacks(replicas, coordinator, pools_of(self))
         except BaseException as error:
-            coordinator.abort(error, 0.0)  # for a `SyncMaster` that a module keeps
+            coordinator.abort(error, 0.0)  # A module may keep its `SyncMaster`, and wait there later.
             raise
         if not contexts:
             _warn_of_plain_layers(self, module)
@@ -187,7 +191,7 @@ class _ReplicationMixin(DataParallel[Any]):
         return list(map(ReplicaHandle, forward_pass.prepare(replicas, devices)))
 
     def parallel_apply(self, replicas: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run replicas; the other arguments are those of the `parallel_apply` of the extended class."""
+        """Run the replicas, and raise the error of a failed replica. Further arguments are passed on."""
         handles = _handles_of(self, replicas)
         runs = [handle._sync_run for handle in handles]
         forward_pass = runs[0].forward_pass
@@ -196,81 +200,77 @@ class _ReplicationMixin(DataParallel[Any]):
         describe_split = _default_steps_run.get({}).get((self, "scatter"), str)
         outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [describe_split(), look.note()])))
         look.warn()
-        # Replicas that a user has made are their own originals, and exchange elsewhere.
-        is_idle = not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica
-        if is_idle and any(map(_should_exchange, runs[0].replica.modules())):
-            _warn_of_plain_layers(self, forward_pass.original)
+        # `original is replica`: the user made the replicas, and another coordinator may connect them.
+        if not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica:
+            layers: Any = [it for it in runs[0].replica.modules() if vars(it).get("_sync_connection") is not None]
+            if any([layer.training and layer.group_size != 1 for layer in layers]):
+                _warn_of_plain_layers(self, forward_pass.original)
         _warn_of_checkpoint(self, outputs)
         return outputs
 
 
 class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
-    """`torch.nn.DataParallel` whose replicas can exchange, even on the CPU and with several replicas on one device.
+    """`torch.nn.DataParallel` with replicas that can exchange, also on the CPU and several on one device.
 
-    It calls ``__data_parallel_replicate__(ctx, copy_id)`` on the replicas of every submodule that has this method, as
-    synchronized layers do. If a replica fails or ends while others wait for it, they are released at once, and your
-    thread gets the exception, with the traceback of its replica in a note. If a batch makes a single chunk, or if the
-    wrapper is a submodule of a replica, the module itself runs: no replicas, no threads, no callbacks.
+    It calls ``__data_parallel_replicate__(ctx, copy_id)`` on the replicas of submodules that define it, such as
+    synchronized layers. If a replica fails, waiting replicas stop, and your thread gets the exception with the
+    replica's traceback in a note. A batch of a single chunk runs in the module itself, as does a wrapper inside a
+    replica: no replicas, no threads, no callbacks.
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.BatchNorm2d(8)), ["cpu"] * 2)
         >>> output = parallel(torch.randn(4, 8, 5, 5))
 
     Args:
-        module: the module to run in parallel. Its parameters and buffers must be on the first of `device_ids`.
-        device_ids: one entry for each replica, as integers, strings or `torch.device`, see "Devices" on the page
-            "Usage". They may name the CPU and repeat a device: ``["cpu"] * 4``, ``[0, 0]``. None: every accelerator;
-            with none present the module runs directly.
-        output_device: where the outputs are gathered. None: the first of `device_ids`.
-        dim: the dimension of the inputs along which they are cut into chunks, and of the outputs for gathering.
-        timeout: how many seconds a replica waits for another one that still runs, before a `ReplicaSyncError`, which
-            your thread gets up to two seconds later; failures end waits at once.
-        in_dims: the dimension along which an argument of `forward` is cut, by its name: an int, None to give every
-            replica the whole, or a tuple or dict of these for its entries; 0 cuts a list by its entries. Tensors that
-            are not named are cut along `dim`.
-        out_dims: the dimension along which outputs are put together, as in `torch.vmap`; None in a tuple or dict: the
-            output of replica 0; 0 joins lists.
+        module: the module, with parameters and buffers on the first of `device_ids`.
+        device_ids: one device for each replica, also ``["cpu"] * 4`` or ``[0, 0]``, see "Devices" on the page "Usage".
+            None: all accelerators; without any, the module runs directly.
+        output_device: device of the gathered outputs. None: the first of `device_ids`.
+        dim: dimension of samples in inputs and outputs.
+        timeout: seconds that a replica waits for a running one before a `ReplicaSyncError`, which your thread gets up
+            to two seconds later. Failures end waits at once.
+        in_dims: dimensions of samples by argument name: an int, None (every replica gets the whole), or a tuple or
+            dict of these for entries. 0 splits a list by entries. Other tensors are split along `dim`.
+        out_dims: dimensions of samples in outputs, as in `torch.vmap`. None in a tuple or dict keeps replica 0's
+            output. 0 joins lists.
 
     Raises:
-        TypeError, ValueError: for arguments of a wrong type, a bad `timeout`, `device_ids` of different kinds, and
-            `in_dims` of arguments that `forward` does not have; from a call, if what it is given or what the replicas
-            return cannot be cut into chunks or put together, see "Arguments and outputs" on the page "Usage".
-        RuntimeError: from a call, for example if a parameter or buffer is not on the first of `device_ids`, if the
-            module cannot be replicated or is traced, if shapes of outputs do not fit, or if a replica trains a
-            synchronized layer that is not its own, see "Layers that do not belong to the replica" on the page
-            "Troubleshooting".
-        ReplicaSyncError: from a call, if the replicas cannot exchange. Any other exception of a replica is raised, too
-            (a `StopIteration` as a `RuntimeError`).
+        TypeError, ValueError: for wrong arguments; from a call, if inputs cannot be split or outputs not gathered, see
+            "Arguments and outputs" on the page "Usage".
+        RuntimeError: from a call, if a parameter or buffer is on another device, if the module cannot be replicated or
+            is traced, if output shapes do not fit, or if a replica trains a synchronized layer of another one, see
+            "Layers that do not belong to the replica" on the page "Troubleshooting".
+        ReplicaSyncError: from a call, if replicas cannot exchange. Other exceptions of replicas are raised unchanged,
+            but `StopIteration` as a `RuntimeError`.
 
     Warns:
-        UserWarning: each text once, from a call of replicas: if they have BatchNorm layers in training mode, and no
-            module that exchanges; of some lists that `in_dims` does not name; and of what `forward` loses, and hooks
-            set on the model or read from it, see "Gradients and parameters" on the page "Troubleshooting".
+        UserWarning: once each, from a call: BatchNorm layers in training mode without any exchange, some lists without
+            `in_dims`, state that `forward` sets and loses, attributes of the model that hooks set or read, see
+            "Gradients and parameters" on the page "Troubleshooting".
     """
 
 
 def patch_replication_callback(
     data_parallel: DataParallelT, *, timeout: float | None = None, in_dims: InDims = None, out_dims: OutDims = None
 ) -> DataParallelT:
-    """Make an existing `torch.nn.DataParallel` object call the replication callbacks; return that object.
+    """Turn an existing `torch.nn.DataParallel` object into a `DataParallelWithCallback`, in place; return it.
 
-    It gets another class: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a subclass gets a
-    subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched. Patching again
-    changes only the options that are given.
+    An object of a subclass gets a subclass of its class, with all overridden methods. Copies and pickles stay patched.
+    Patching again changes only the options given.
 
     Example:
         >>> parallel = patch_replication_callback(nn.DataParallel(SynchronizedBatchNorm2d(8)))
 
     Args:
         data_parallel: the object to patch.
-        timeout: as of `DataParallelWithCallback`. None: the timeout that the object has, or 300 seconds.
-        in_dims, out_dims: as of `DataParallelWithCallback`.
+        timeout: as in `DataParallelWithCallback`. None: keep the object's timeout, or 300 seconds.
+        in_dims, out_dims: as in `DataParallelWithCallback`. None: keep the object's.
 
     Raises:
-        TypeError, ValueError: if `data_parallel` is not a `DataParallel`, or for bad options.
+        TypeError, ValueError: if `data_parallel` is not a `DataParallel`, or for wrong options.
 
     Warns:
-        UserWarning: once, if PyTorch finds no accelerator, so that the module runs without replicas.
+        UserWarning: once, if PyTorch finds no accelerator: the module runs without replicas.
     """
     if not isinstance(data_parallel, DataParallel):
         kind = type(data_parallel)
@@ -289,15 +289,15 @@ def patch_replication_callback(
 
 
 def patch(data_parallel: DataParallel[Any]) -> None:
-    """Give an object the class that connects its replicas, unless it has one."""
+    """Change the class of a `DataParallel` object to one that connects its replicas, unless it has one."""
     cls: Any = type(data_parallel)
     if not issubclass(cls, _ReplicationMixin):
         patched = DataParallelWithCallback if cls is DataParallel else derived_class(cls, _ReplicationMixin)
         object.__setattr__(data_parallel, "__class__", patched)
 
 
-def use_devices_of_torch(data_parallel: DataParallel[Any]) -> None:
-    """Let a wrapper that is no longer patched keep only the devices on which the wrapper of torch can run replicas."""
+def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
+    """Restrict an object that is no longer patched to devices that `nn.DataParallel` supports."""
     data_parallel.__dict__.pop("_sync_timeout", None)
     devices = tuple(map(as_device, data_parallel.device_ids))
     if unsupported_by_torch(devices):
@@ -307,12 +307,13 @@ def use_devices_of_torch(data_parallel: DataParallel[Any]) -> None:
 def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
     """Return a `ReplicaHandle` for each of `replicas`, all of one `ForwardPass`.
 
-    A `parallel_apply` of the user's may have put modules or functions in place of the handles, which these call.
+    A user's `parallel_apply` may replace the handles by modules or functions that call them. Such an object gets a new
+    handle, for the run that `replicate` prepared at the same place.
     """
     if {*map(type, replicas)} == {ReplicaHandle}:
         return list(replicas)
     runs = prepared_runs()
-    if len(runs) != len(replicas):  # for replicas of the user's, and for a single chunk, nothing is prepared
+    if len(runs) != len(replicas):  # The user made the replicas, or a single chunk needs none.
         originals = [replica if isinstance(replica, nn.Module) else wrapper.module for replica in replicas]
         devices = list(map(as_device, wrapper.device_ids[: len(replicas)]))
         forward_pass = ForwardPass(originals[0], new_coordinator(devices, wrapper._sync_timeout))
@@ -321,7 +322,7 @@ def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
 
 
 def _checked_options(module: nn.Module, timeout: float, in_dims: InDims, out_dims: OutDims) -> dict[str, Any]:
-    """Return the attributes of a wrapper of `module` for these arguments; raise an error for wrong ones."""
+    """Check the options of a wrapper, and return its attributes for them."""
     check_module(module)
     check_dims(module, in_dims, out_dims)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
@@ -333,13 +334,8 @@ def _checked_options(module: nn.Module, timeout: float, in_dims: InDims, out_dim
     return {"_sync_timeout": float(timeout), "_sync_in_dims": in_dims, "_sync_out_dims": out_dims}
 
 
-def _should_exchange(layer: Any) -> bool:
-    """Return whether a layer is connected to other replicas and in training mode."""
-    return vars(layer).get("_sync_connection") is not None and layer.training and layer.group_size != 1
-
-
 def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
-    """Warn if a module of which no layer exchanges trains batch norms."""
+    """Warn about batch norm layers in training mode, in a module without layers that exchange."""
     norms = [(name, child) for name, child in module.named_modules() if isinstance(child, BatchNormBase)]
     plain = [name for name, norm in norms if norm.training and not hasattr(norm, "__data_parallel_replicate__")]
     if plain:
@@ -352,7 +348,7 @@ def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def _warn_of_checkpoint(wrapper: nn.Module, outputs: list[Any]) -> None:
-    """Warn if a checkpoint is around replicas that record a graph: their threads do not have its saved-tensor hooks."""
+    """Warn about a checkpoint around the wrapper: its saved-tensor hooks are set in the caller's thread only."""
     pack, _ = hooks_of_thread(True) or (None, None)
     is_around = len(outputs) > 1 and getattr(pack, "__module__", None) == "torch.utils.checkpoint"
     if is_around and any([tensor.requires_grad for tensor in tensors_in(outputs)]):

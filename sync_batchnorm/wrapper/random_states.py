@@ -1,8 +1,18 @@
-"""A random state for each replica of those that share a device, whose threads would draw from one generator.
+"""Give each replica random states of its own, if replicas share a device.
 
-NOTE [one state at a time]: Torch holds the lock of a generator while it makes the tensor of a state. If the garbage
-collector runs there, it may hand the interpreter lock to another thread, and if that thread waits for the same
-generator, neither goes on (torch 2.13).
+The problem: threads on one device draw from one generator, so the numbers of a replica would depend on the draws of the
+others. A checkpoint that restores the generator and recomputes would draw other numbers than its forward pass.
+
+The obvious way is a generator for each replica. It fails: functions such as dropout take no generator, they use the
+default one. Our way: such replicas take turns anyway, so each turn begins with an exchange of the default generator's
+state.
+
+    generator    caller | replica 0 | replica 1 | replica 0 | caller
+    states         c    |    s0     |    s1     |    s0'    |  c', the next state after c if any replica drew
+
+NOTE [one state at a time]: Torch holds the lock of a generator while it makes the tensor of a state. The garbage
+collector may run at this point and hand the interpreter lock to another thread. If that thread waits for the lock of
+the generator, both wait forever (torch 2.13). So one lock of ours surrounds all reads and writes of states.
 """
 
 from collections.abc import Mapping
@@ -19,52 +29,52 @@ _lock = RLock()  # see NOTE [one state at a time]
 
 
 class RandomStates:
-    """The random states of replicas that take turns: that of the CPU, and that of the device of each.
+    """The random states of replicas that take turns: each replica's for the CPU and for its device.
 
-    The seed of all is what the caller's generator for the CPU would draw next. If a replica draws, this generator moves
-    on by that one number, however many the replicas draw; otherwise it stays as it is, as on one device.
+    They are seeded with the next number from the caller's CPU generator. If any replica draws, this generator advances
+    by that single number, however many numbers the replicas draw. If no replica draws, it stays, as on one device.
     """
 
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
         self._generators = {number: _generators(device) for number, device in devices.items()}
         with _lock:
             distinct = dict.fromkeys(chain.from_iterable(self._generators.values()))
-            self._of_caller = {generator: generator.get_state() for generator in distinct}
+            self._caller_states = {generator: generator.get_state() for generator in distinct}
         self._next = torch.Generator()
-        self._next.set_state(self._of_caller[torch.default_generator])
+        self._next.set_state(self._caller_states[torch.default_generator])
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._next))
-        self._at_first: dict[int, list[Tensor]] = {
+        self._initial_states: dict[int, list[Tensor]] = {
             number: [torch.Generator(g.device).manual_seed(seed + number).get_state() for g in generators]
             for number, generators in self._generators.items()
         }
-        self._states = dict(self._at_first)
-        self._last: int | None = None  # whose states the generators have
+        self._states = dict(self._initial_states)
+        self._last: int | None = None  # the replica with the last turn: the generators hold its states
 
     def begin_turn(self, number: int) -> None:
-        """Give the generators the states of a replica, and keep those of the one that had the last turn."""
+        """Save the states of the replica with the last turn, and set the states of replica `number`."""
         with _lock:
-            self._keep_states()
+            self._save_states()
             for generator, state in zip(self._generators[number], self._states[number], strict=True):
                 generator.set_state(state)
             self._last = number
 
     def restore_caller(self, completed: bool = True) -> None:
-        """Bring the states of the caller back, after all turns; after a forward that was aborted, just as they were."""
+        """Restore the caller's states after all turns; advance them if a replica drew, unless the pass was aborted."""
         with _lock:
             if completed:
-                self._keep_states()
-                if not all([all(map(torch.equal, self._states[i], first)) for i, first in self._at_first.items()]):
-                    self._of_caller[torch.default_generator] = self._next.get_state()
-            for generator, state in self._of_caller.items():
+                self._save_states()
+                if not all([all(map(torch.equal, self._states[i], old)) for i, old in self._initial_states.items()]):
+                    self._caller_states[torch.default_generator] = self._next.get_state()
+            for generator, state in self._caller_states.items():
                 generator.set_state(state)
 
-    def _keep_states(self) -> None:
+    def _save_states(self) -> None:
         if self._last is not None:
             self._states[self._last] = list(map(torch.Generator.get_state, self._generators[self._last]))
 
 
 def _generators(device: torch.device) -> list[Any]:
-    """Return the default generators that code on `device` draws from: that of the CPU, and that of an accelerator."""
+    """Return the default generators for code on `device`: the CPU's, then the accelerator's."""
     index = device.index or 0
     others = getattr(torch.get_device_module(device), "default_generators", ())
     return [torch.default_generator, *others[index : index + 1]]

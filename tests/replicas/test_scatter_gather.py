@@ -15,7 +15,7 @@ from helpers import Cache, Net, as_devices, doubles
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback
-from sync_batchnorm.wrapper.scatter_gather import join
+from sync_batchnorm.wrapper.scatter_gather import gather_trees
 
 CPU = torch.device("cpu")
 X = torch.zeros(4, 2)
@@ -36,7 +36,7 @@ def test_other_dimensions_can_be_cut(dim):
     x = torch.randn(4, 6, 5)
     parts = scatter(x, 3, dim)
     assert equal(parts, x.chunk(3, dim))
-    assert torch.equal(join(parts, CPU, dim), x)
+    assert torch.equal(gather_trees(parts, CPU, dim), x)
 
 
 def test_chunks_have_memory_of_their_own():
@@ -68,7 +68,7 @@ def test_chunks_keep_the_order_of_dimensions_in_memory(x):
 
 def test_scalars_have_no_other_dimension_to_be_gathered_along():
     with pytest.raises(RuntimeError, match="zero-dimensional tensor"):
-        join([torch.tensor(1.0)] * 2, CPU, 1)
+        gather_trees([torch.tensor(1.0)] * 2, CPU, 1)
 
 
 def test_scalars_become_a_vector_with_a_warning_unless_dimension_0_is_named(devices):
