@@ -7,6 +7,7 @@ compared with that of one device as it ends. What all replicas have been compare
 import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..trees import children_of, leaves_of, named_leaves, tensors_in, with_leaves
+from ..trees import children_of, leaves_of, named_leaves, with_leaves
 from .twin import CheckMode, ModuleCall, Rows
 
 __all__: list[str] = []
@@ -77,23 +78,24 @@ def _largest(numbers: Tensor) -> float:
     return float(torch.linalg.vector_norm(numbers, math.inf)) if numbers.numel() else 0.0
 
 
-def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int] | None = None) -> Tensor:
-    """Return the rows of a chunk, or the wanted samples, in the layout that is nearer to `chunk`.
+def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
+    """Return the rows of a chunk, in the layout that is nearer to `chunk`.
 
     They lie in one block, or in each of several, as those of two views in one batch.
     """
     if rows == WHOLE:
         return whole
-    chunks = {has_blocks: _samples_of(whole, chunk, rows, rows.here, has_blocks) for has_blocks in (False, True)}
-    nearer = min(chunks, key=lambda has_blocks: gap(chunk, chunks[has_blocks]))
-    return _samples_of(whole, chunk, rows, wanted, nearer) if wanted else chunks[nearer]
+    return min(
+        (_samples_of(whole, chunk, rows, shape) for shape in ((rows.total, -1), (-1, rows.total))),
+        key=partial(gap, chunk),
+    )
 
 
-def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int], has_blocks: bool) -> Tensor:
-    """Return the wanted samples of `whole`; `chunk` shows, by those of `rows`, which dimensions have samples."""
+def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, shape: tuple[int, int]) -> Tensor:
+    """Return the samples of a chunk; `shape` has those of a dimension in its rows, or in each of its rows."""
     for dim in dims_of_samples(whole, chunk, rows):
-        shape = (-1, rows.total) if has_blocks else (rows.total, -1)
-        index = torch.arange(whole.shape[dim]).reshape(shape).index_select(int(has_blocks), torch.tensor(wanted))
+        index = torch.arange(whole.shape[dim]).reshape(shape)
+        index = index[:, rows.here] if shape[0] == -1 else index[rows.here]
         whole = whole.index_select(dim, index.flatten())
     return whole
 
@@ -209,22 +211,6 @@ class PatchMode(CheckMode):
         pairs = compared(output, self._on_one.output, self._rows) if call.key == self._on_one.key else ()
         right = {id(actual): corrected(actual, right) for actual, right in pairs if gap(actual, right)}
         return mapped(output, lambda actual: right.get(id(actual), actual)) if right else None
-
-
-class OtherSamples(RecordMode):
-    """Gives a call on one device another sample in place of each that the replica of a suspect does not have."""
-
-    def __init__(self, dtype: torch.dtype, on_one: ModuleCall, suspect: ModuleCall, rows: Rows) -> None:
-        super().__init__(dtype)
-        self._on_one, self._suspect, self._rows = on_one, suspect, rows
-
-    def begin(self, call: ModuleCall, arguments: Any) -> Any:
-        super().begin(call, arguments)
-        if call.key != self._on_one.key:
-            return None
-        here, chunks = self._rows.here, iter(tensors_in(self._suspect.arguments))
-        others = [row if row in here else here.start for row in range(self._rows.total)]
-        return mapped(arguments, lambda whole: chunk_of(whole, next(chunks), self._rows, others))
 
 
 def suspects_in(call: ModuleCall, model: nn.Module) -> list[ModuleCall]:

@@ -13,18 +13,7 @@ from ..layers import _SynchronizedBatchNorm, reason_not_converted
 from ..meeting import ReplicaSyncError
 from ..torch_private import HOOKS, BatchNormBase
 from ..trees import children_of, is_sequence_type, tensors_in
-from .comparing import (
-    SCALARS,
-    CompareMode,
-    OtherSamples,
-    PatchMode,
-    RecordMode,
-    agree,
-    compared,
-    gap,
-    numbers_of,
-    suspects_in,
-)
+from .comparing import SCALARS, CompareMode, PatchMode, RecordMode, agree, compared, gap, numbers_of, suspects_in
 from .operations import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
 from .passes import IN_FORWARD, IN_PLACE, CheckConfig, Difference, FailsInReplicas, TwinRun, differences, scalars
 from .twin import CheckMode, ModuleCall, closure_of, copied, shortened
@@ -40,7 +29,8 @@ _LIST = "each replica gets a whole list or tensor as long as the batch: if it li
 _LIST += 'in_dims={"names": 0}'
 _NO_SAMPLES = "unless in_dims should name an argument whose rows are no samples"
 _FORMULA = 'for another formula than F.batch_norm, use sync_moments, see "Norms of your own"'
-_GRADIENT = "it calls torch.autograd.grad, which in a replica sees only its chunk; compute it outside the forward pass"
+_GRADIENT = "it calls torch.autograd.grad, which in a replica sees only its chunk: that of a mean depends on the "
+_GRADIENT += "number of samples; take that of a sum, or compute it outside the forward pass"
 _AS_OFTEN = "; call it as often in each replica, or, if once for each sample, once for all rows or with group_size 1"
 _BY_SAMPLE = "; if once for each sample, call it once for all rows, or set its group_size to 1"
 _DIVIDES = ", or, if it divides sums, return these, and divide outside"
@@ -58,12 +48,11 @@ class Investigation:
         self._lost = _different_attributes(self._one.module, self._many.module) if index else []
         self._record = RecordMode(passes.dtype)
         self._of_one = self._one.take(index, difference.kind, [self._record])
-        modes = [CompareMode(self._record, i, passes.rows, self._many.module) for i in range(len(passes.rows))]
-        self._of_many = self._many.take(index, difference.kind, modes)
-        others = [mode.gets_other for mode in modes if mode.gets_other and mode.gets_other.key[0] != passes.name]
+        self._modes = [CompareMode(self._record, i, passes.rows, self._many.module) for i in range(len(passes.rows))]
+        self._of_many = self._many.take(index, difference.kind, self._modes)
+        others = [mode.gets_other for mode in self._modes if mode.gets_other and mode.gets_other.key[0] != passes.name]
         self._gets_other = _name_of_call(others[0], self._many.module) if others else ""
         self._hooks = text_of_hooks(self._one.module, passes.model)
-        self._calls = _text_of_calls(self._many.module, self._record.begun, modes, _BY_SAMPLE)
 
     def text(self) -> str:
         """Return what differs, where and why."""
@@ -75,11 +64,9 @@ class Investigation:
         is_inside = evidence or kind != "loss" or self._of_one["unseen"]
         where, cause = self._where(self._state()) if is_inside else ("", "")
         if where:
-            first, *causes = (
-                [where, *cause.split("; ")] if self._hooks else f"{where}{cause and ': '}{cause}".split("; ")
-            )
             seen = f"for the caller, the {kind} {'of ' * (kind == 'gradient')}{name} differs"
-            texts = [what if name is None else "", first, self._hooks, *causes, "" if kind in IN_FORWARD else seen]
+            causes = joined(where, self._hooks) + (cause and f"{'; ' if self._hooks else ': '}{cause}")
+            texts = [what if name is None else "", *causes.split("; "), "" if kind in IN_FORWARD else seen]
         else:
             texts = self._of_caller(what, evidence)
         dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
@@ -89,13 +76,12 @@ class Investigation:
 
     def _of_caller(self, what: str, evidence: Sequence[str]) -> list[str]:
         """Return what is known where no module is found."""
-        kind, overridden = self._difference.kind, self._many.parallel.overridden
-        note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
+        overridden = self._many.parallel.overridden if self._difference.kind in IN_FORWARD else ()
+        note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used" if overridden else ""
         why = "" if evidence or (self._hooks and self._difference.name is None) else self._why()
         line = "" if why else self._line_of_gradient()
         what += "" if why or line or self._hooks else self._difference.look
-        note = note if overridden and kind in IN_FORWARD else ""
-        return [what, self._hooks, line, *evidence, self._rows(), note, why, self._state() or self._calls]
+        return [what, self._hooks, line, *evidence, self._rows(), note, why, self._state() or self._calls()]
 
     def _why(self) -> str:
         """Return the cause of what differs for the caller, where that is certain."""
@@ -168,45 +154,45 @@ class Investigation:
         """Return in which replica a call differs, and the line, or another cause that is known."""
         suspect, module = suspects[0], self._many.module.get_submodule(call.key[0])
         cause = _cause_in_norm(module, suspect.called, len(call.in_replicas)) or self._changed_parameter(call) or state
-        cause = cause or self._cause_in_class(module, call)
-        if cause:
+        if cause := cause or self._cause_in_class(module, call) or self._calls(call.key[0]):
             return suspect, cause
-        line = None
-        with suppress(Exception):  # It may not run again.
-            line = line_of_call(self._passes, self._index, call.key, [suspect.number for suspect in suspects])
-        if line:
-            suspect = next(suspect for suspect in suspects if suspect.number == line.number)
-        text = line.text + (line.why and f": {line.why}") if line else ""
-        return suspect, "; ".join(filter(None, [text, *self._beside(line, suspect, call)]))
+        for other in suspects:
+            with suppress(Exception):  # It may not run again.
+                if line := line_of_call(self._passes, self._index, call.key, other.number):
+                    return other, self._cause_by_line(line, other, call)
+        return suspect, self._cause_by_line(None, suspect, call)
 
-    def _beside(self, line: Line | None, suspect: ModuleCall, call: ModuleCall) -> list[str]:
-        """Return what is known beside a line, or in its place."""
+    def _cause_by_line(self, line: Line | None, suspect: ModuleCall, call: ModuleCall) -> str:
+        """Return the line with what is known beside it, or what is known in its place."""
         module, operation = self._many.module.get_submodule(call.key[0]), line and line.operation
-        has_norms = any(map(_uses_batch, module.modules()))
         called = {operation.place.name} if operation else suspect.called
-        if "batch_norm" in called:
-            return [_PLAIN_NORM]
-        if "grad" in called and (operation or has_norms):
-            return [_GRADIENT]
-        if operation is None:  # The module is one of torch, or runs a script.
-            if has_norms or not self._mixes_samples(call, suspect):
-                return [self._calls or self._whole_list(suspect, call) or self._changed_attributes(call)]
-            is_of_torch = type(module).__module__.startswith("torch.nn")  # whose code is right
-            return [SAMPLES, self._whole_list(suspect, call) or self._rows_of_arguments(is_of_torch)]
+        if "grad" in called:  # What it differentiates may be the fault.
+            return _GRADIENT
+        beside, changed = self._whole_list(suspect, call), self._changed_attributes(call)
+        if operation and operation.gets_another and changed:
+            return changed
         if line and line.why:
-            return [self._changed_attributes(call)] if line.why == CHANGES else []
-        return [self._whole_list(suspect, call) or self._rows_of_arguments()]
+            beside = changed if line.why == CHANGES else ""
+        elif "batch_norm" in called:
+            beside = _PLAIN_NORM
+        elif operation or (not changed and self._mixes_samples(module, suspect, call)):
+            is_of_torch = type(module).__module__.startswith("torch.nn")  # whose code is right
+            # Whose rows are cut wrongly cannot be known, unless there is a single tensor.
+            is_open = is_of_torch or self._passes.path or len(tensors_in(self._passes.arguments)) > 1
+            beside = beside or (_NO_SAMPLES if is_open else "")
+            beside = beside if operation else f"{SAMPLES}{beside and '; '}{beside}"
+        return "; ".join(filter(None, [line.text + (line.why and f": {line.why}") if line else "", beside or changed]))
 
-    def _mixes_samples(self, call: ModuleCall, suspect: ModuleCall) -> bool:
-        """Return whether a call on one device returns something else for a replica's samples beside other ones."""
-        dtype, rows = self._passes.dtype, self._passes.rows[suspect.number]
-        others, replicas = OtherSamples(dtype, call, suspect, rows), [RecordMode(dtype) for _ in self._passes.rows]
-        with suppress(Exception):  # It may not run again.
-            TwinRun(self._passes, True, self._index).take(self._index, "output", [others])
-            TwinRun(self._passes, False, self._index).take(self._index, "output", replicas)
-            output = replicas[suspect.number].calls[call.key].output
-            pairs = [compared(output, whole, rows) for whole in (others.calls[call.key].output, call.output)]
-            return any(gap(other, right) for (_, other), (_, right) in zip(*pairs, strict=True))
+    def _mixes_samples(self, module: nn.Module, suspect: ModuleCall, call: ModuleCall) -> bool:
+        """Return whether a copy, alone, returns the same for samples twice, and something else beside others."""
+        with suppress(Exception), CheckMode(self._passes.dtype):
+            calls = (suspect.arguments, suspect.arguments, call.arguments)
+            alone = copied(module, self._passes.dtype)
+            once, twice, whole = (alone(*args, **kwargs) for args, kwargs in calls)
+            pairs = compared(once, whole, self._passes.rows[suspect.number])
+            return (
+                not any(map(_uses_batch, module.modules())) and agree(once, twice) and any(gap(*pair) for pair in pairs)
+            )
         return False
 
     def _whole_list(self, suspect: ModuleCall, call: ModuleCall) -> str:
@@ -214,10 +200,6 @@ class Investigation:
         total = self._passes.rows[0].total
         pairs = zip(*arguments, strict=False)
         return _LIST if any(_holds_list(some, whole, total) for some, whole in pairs) else ""
-
-    def _rows_of_arguments(self, is_open: bool = False) -> str:
-        # Whose rows are cut wrongly cannot be known, unless there is a single tensor.
-        return _NO_SAMPLES if is_open or self._passes.path or len(tensors_in(self._passes.arguments)) > 1 else ""
 
     def _changed_attributes(self, call: ModuleCall) -> str:
         names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
@@ -241,6 +223,9 @@ class Investigation:
                 line = line_of_gradient(self._passes, self._index, str(self._difference.name))
         return line.text + (line.why and f": {line.why}") if line else ""
 
+    def _calls(self, path: str = "") -> str:
+        return _text_of_calls(self._many.module, self._record.begun, self._modes, _BY_SAMPLE, path)
+
     def _changed_parameter(self, call: ModuleCall) -> str:
         """Return what to do about a parameter that the call changes in replicas in another way than on one device."""
         one, many = (taken["parameter"] for taken in (self._of_one, self._of_many))
@@ -251,9 +236,12 @@ class Investigation:
         return ""
 
 
-def _text_of_calls(model: nn.Module, on_one: Mapping[str, int], modes: Sequence[CheckMode], remedy: str = "") -> str:
-    """Return which synchronized layer replicas call another number of times than one device."""
-    for name in [name for name, module in model.named_modules() if _synchronizes(module)]:
+def _text_of_calls(
+    model: nn.Module, on_one: Mapping[str, int], modes: Sequence[CheckMode], remedy: str, path: str = ""
+) -> str:
+    """Return which synchronized layer of a module replicas call another number of times than one device."""
+    modules = model.get_submodule(path).named_modules(prefix=path)
+    for name in [name for name, module in modules if _synchronizes(module)]:
         others = [mode.begun[name] for mode in modes]
         if {*others} != {on_one[name]}:
             return f"number of calls of {name}: {on_one[name]} on one device, {others} in replicas{remedy}"
@@ -269,15 +257,13 @@ def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], r
     values, rows = [", ".join([f"{each:.6g}" for each in of[:4]]) for of in (of_replicas.tolist(), sizes)]
     more = ", ..." if len(of_replicas) > 4 else ""
     numbers = f"replicas with [{rows}{more}] rows return {values}{more}, one device returns {float(on_one):.6g}"
-    text = f"the loss differs: {name}no sum or mean of what replicas return is that of one device; {remedy}"
-    if not on_one.isfinite() or not of_replicas.isfinite().all():
-        text = f"the loss differs: {name}{remedy}"
-        ways = []
+    if not (on_one + of_replicas.sum()).isfinite():
+        return [f"the loss differs: {name}{remedy}", numbers]
     for way, value, what_to_do in ways:
         if not gap(value, on_one):
             text = f"the loss differs: {name}of what replicas return, the {way} is that of one device; {what_to_do}"
             return [f"{text}, {_IN_REPLICAS}", numbers]
-    return [text, numbers]
+    return [f"the loss differs: {name}no sum or mean of what replicas return is that of one device; {remedy}", numbers]
 
 
 def text_of_failure(error: Exception, passes: CheckConfig, model: nn.Module, modes: Sequence[CheckMode]) -> str:
@@ -316,7 +302,8 @@ def _attributes_of(model: nn.Module, module: str) -> dict[str, Any]:
     for name, child in dict(model.named_modules())[module].named_modules(prefix=module):
         # Running statistics follow from what goes into a layer.
         left_out = _OF_MODULES | {*nn.BatchNorm1d(1)._buffers} if isinstance(child, BatchNormBase) else _OF_MODULES
-        members = {} if isinstance(child, nn.DataParallel) else {**vars(child), **child._parameters, **child._buffers}
+        is_opaque = isinstance(child, (nn.DataParallel, torch.jit.ScriptModule))
+        members = {} if is_opaque else {**vars(child), **child._parameters, **child._buffers}
         attributes |= {f"{name}.{key}".strip("."): members[key] for key in members if key not in left_out}
     return attributes
 

@@ -57,7 +57,7 @@ from .comparing import (
     mapped,
 )
 from .passes import CheckConfig, FailsInReplicas, TwinRun, go_backward
-from .twin import CheckMode, ModuleCall, Rows, notify_module_call, seed
+from .twin import CheckMode, ModuleCall, Rows, notify_module_call
 
 __all__: list[str] = []
 
@@ -73,7 +73,6 @@ CHANGES = "it returns something else each time: look for state, a generator of i
 
 Key = tuple[str, int]  # the name of a module, and which of its calls it is
 Accepts = Callable[["Operation"], bool]
-Take = Callable[[Accepts], Sequence["CorrectOperations"]]  # a pass that accepts operations; nothing if it fails
 
 
 class Place(NamedTuple):
@@ -83,13 +82,10 @@ class Place(NamedTuple):
     instruction: int
     name: str
 
-    def line(self) -> int:
-        return list(self.code.co_positions())[self.instruction // 2][0] or self.code.co_firstlineno
-
     def __str__(self) -> str:
         """Return its source, and where that is."""
-        _, end, column, end_column = list(self.code.co_positions())[self.instruction // 2]
-        file, line = self.code.co_filename, self.line()
+        line, end, column, end_column = list(self.code.co_positions())[self.instruction // 2]
+        file, line = self.code.co_filename, line or self.code.co_firstlineno
         lines = [text.encode() for text in linecache.getlines(file)[line - 1 : end or line]]
         if lines and self.name != "__setitem__":  # whose instruction has only what stands before the equals sign
             lines[-1] = lines[-1][:end_column]
@@ -111,7 +107,7 @@ class Operation:
     draws: bool = False  # on one device: whether it draws random numbers of torch
     # In a replica:
     called: Any = None  # the function, and what it gets
-    given: "list[Operation]" = field(default_factory=list)  # what has made the tensors that it gets
+    pairs: "Operation | None" = None  # what has made a tensor that it gets, two dimensions of which have samples
     on_one: "Operation | None" = None  # the same operation
     rows: Rows = WHOLE
     numbers: list[tuple[Any, Any]] = field(default_factory=list)  # that differ, in the replica and on one device
@@ -129,14 +125,10 @@ class Operation:
         """Return whether what other operations of the call have computed for it is that on one device."""
         return self.on_one is not None and not self.origins
 
-    def returns_floats(self) -> bool:
-        """Return whether none of its tensors has integers."""
-        results = tensors_in(self.on_one.result) if self.on_one else []
-        return all(result.is_floating_point() or result.is_complex() for result in results)
-
     def gets_the_same_floats(self) -> bool:
         """Return whether it gets the same, and returns no integers."""
-        return self.gets_the_same() and self.returns_floats()
+        results = tensors_in(self.on_one and self.on_one.result)
+        return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
     def roots(self) -> "set[Operation | None]":
         """Return the operations in which begins what it gets and does not get on one device; None for unknown ones."""
@@ -144,20 +136,12 @@ class Operation:
         roots = {root for origin in origins for root in (origin.roots() if origin else {None})} or {self}
         return roots if len(roots) == 1 or len(origins) > 1 else origins  # a single one that gets several
 
-    def pairs(self) -> "Operation | None":
-        """Return the operation that has made a tensor with samples in two dimensions of what this one gets."""
-        found = next((maker for maker in self.given if maker.has_pairs), None)
-        return found and (found.pairs() or found)
-
     def has_size_of_values(self) -> bool:
         """Return whether the shape of its result depends on values, as that of `nonzero`."""
-        try:
-            function, *arguments = self.called
-            args, kwargs = mapped(arguments, lambda tensor: tensor.detach().to("meta"))
-            function(*args, **kwargs)
-        except Exception:  # of torch, which cannot tell that shape without values
-            return True
-        return False
+        with suppress(Exception):  # of torch, which cannot tell such a shape without values
+            args, kwargs = mapped(self.called[1:], lambda tensor: tensor.detach().to("meta"))
+            return self.called[0](*args, **kwargs) is NotImplemented
+        return True
 
 
 class _SeesOperations(CheckMode):
@@ -224,7 +208,9 @@ def _frame_of_user(module: nn.Module | None) -> tuple[FrameType | None, bool]:
     frame, is_of_layer = sys._getframe(1), False
     while frame := frame.f_back:  # type: ignore[assignment]
         code = frame.f_code
-        if code is go_backward.__code__ or (code.co_name == "_call_impl" and frame.f_locals.get("self") is module):
+        if code.co_filename == go_backward.__code__.co_filename or (
+            code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        ):
             return None, False
         if not code.co_filename.startswith((_TORCH, _LIBRARY)):
             return frame, is_of_layer
@@ -247,11 +233,10 @@ def _id(leaf: Any) -> int:
 
 
 class RecordOperations(_SeesOperations, RecordMode):
-    """Keeps what operations get and return on one device; may seed generators as the call begins."""
+    """Keeps what operations get and return on one device."""
 
-    def __init__(self, dtype: torch.dtype, key: Key | None, seed: int | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, key: Key | None) -> None:
         super().__init__(dtype, key)
-        self._seed = seed
         self.operations = dict[Place, list[Operation]]()
         self.arguments = self.output = None  # of the call
         self.caller: Place | None = None  # if that is the user, and no container
@@ -262,8 +247,6 @@ class RecordOperations(_SeesOperations, RecordMode):
             if frame and self._running[-1].module is not None:
                 self.caller = Place(frame.f_code, frame.f_lasti, "")
             self.arguments = _plain(arguments, self._copy)
-            if self._seed is not None:
-                seed(self._seed)
         _SeesOperations.begin(self, call, arguments)
 
     def end(self, call: ModuleCall, output: Any) -> None:
@@ -312,14 +295,13 @@ class CorrectOperations(_SeesOperations):
     def get(self, operation: Operation, arguments: Any) -> None:
         others = self.one.operations.get(operation.place, [])
         same = others[operation.number : operation.number + 1]
-        for other, rows in [(other, rows) for other in [*same, *others] for rows in self._rows]:
+        for other, rows in [(other, rows) for other in [*same, *others, *same] for rows in self._rows]:
             operation.on_one = other
             self._compare(operation, arguments, other.arguments, rows)
             if operation.gets_the_same() and not operation.gets_another:
                 return
-        operation.on_one = same[0] if same and self.key else None  # Hooks of all replicas run in any order.
-        if operation.on_one:
-            self._compare(operation, arguments, operation.on_one.arguments, self._rows[0])
+        if not same or not self.key:  # Hooks of all replicas run in any order.
+            operation.on_one = None
 
     def _compare(self, operation: Operation, arguments: Any, on_one: Any, rows: Rows) -> None:
         """Take note of what an operation gets other than on one device."""
@@ -330,7 +312,7 @@ class CorrectOperations(_SeesOperations):
             operation.on_one = None
             return
         makers_here = [self.makers.get(_id(here)) for here, _ in pairs]
-        operation.given = [maker for maker in makers_here if maker]
+        operation.pairs = next((made.pairs or made for made in makers_here if made and made.has_pairs), None)
         for here, there in [pair for pair in pairs if not agree(*pair, rows)]:
             makers = self.makers.get(_id(here)), self.one.makers.get(_id(there))
             if isinstance(here, SCALARS) and isinstance(there, SCALARS):
@@ -370,29 +352,29 @@ class CorrectOperations(_SeesOperations):
 
 
 class Line(NamedTuple):
-    """A line with which a difference begins, in which replica, its operation, and the cause, if it is known."""
+    """A line with which a difference begins, its operation, and the cause, if it is known."""
 
     text: str
-    number: int
     operation: Operation | None = None
     why: str = ""
 
 
-def line_of_call(passes: CheckConfig, index: int, key: Key, numbers: Sequence[int]) -> Line | None:
-    """Return the line of a call with which one of these replicas begins to differ in a pass."""
-    one = _recorded(passes, index, key)
+def line_of_call(passes: CheckConfig, index: int, key: Key, number: int) -> Line | None:
+    """Return the line of a call with which a replica begins to differ in a pass."""
+    one = RecordOperations(passes.dtype, key)
+    TwinRun(passes, True, index).take(index, "output", [one])
 
-    def take(accepts: Accepts) -> Sequence[CorrectOperations]:
+    def take(accepts: Accepts) -> CorrectOperations | None:
         modes = [CorrectOperations(one, [rows], accepts) for rows in passes.rows]
         with suppress(FailsInReplicas):  # What an operation returns on one device may not fit into a replica.
             TwinRun(passes, False, index).take(index, "output", modes)
-            return modes
-        return ()
+            return modes[number]
+        return None
 
     if not one.operations:  # It is a module of torch.
-        return Line(f"it begins with {one.caller}", numbers[0]) if one.caller else None
-    line = _Search(take, numbers).line()
-    return line._replace(why=_why(passes, index, one, line.operation)) if line and line.operation else line
+        return Line(f"it begins with {one.caller}") if one.caller else None
+    line = _Search(take, number).line()
+    return line and line._replace(why=_why(passes, index, key, line.operation))
 
 
 def line_of_gradient(passes: CheckConfig, index: int, name: str) -> Line | None:
@@ -403,98 +385,72 @@ def line_of_gradient(passes: CheckConfig, index: int, name: str) -> Line | None:
         side.backward_mode = mode
         return side.take(index)["gradient"][name]
 
-    def take(accepts: Accepts) -> Sequence[CorrectOperations]:
+    def take(accepts: Accepts) -> CorrectOperations | None:
         mode = CorrectOperations(one, passes.rows, accepts)
         with suppress(FailsInReplicas):
             mode.output = gradient(False, mode)
             mode.is_right = agree(mode.output, expected)
-            return [mode]
-        return ()
+            return mode
+        return None
 
     one = RecordOperations(passes.dtype, None)
     expected = gradient(True, one)
-    line = _Search(take, [0]).line() if one.operations else None
+    line = _Search(take).line() if one.operations else None
     draws = line and line.operation and line.operation.on_one and line.operation.on_one.draws
     return line._replace(why=RANDOM) if line and draws else line
 
 
+@dataclass
 class _Search:
-    """Looks for a line by passes in which some operations return what they return on one device."""
+    """Looks for a line by passes in which some operations return what they return on one device.
 
-    def __init__(self, take: Take, numbers: Sequence[int]) -> None:
-        """`take` takes such a pass; `numbers` has those of replicas that differ."""
-        self._take, self._numbers = take, numbers
-        self._alone = dict[Place, Sequence[CorrectOperations]]()  # passes with one place
-        self._as_it_is = take(lambda _: False)
+    `take` takes such a pass.
+    """
+
+    take: Callable[[Accepts], CorrectOperations | None]
+    number: int = 0  # of the replica
 
     def line(self) -> Line | None:
         """Return the first line that is certain to make the difference."""
-        for number, mode in self._replicas(self._as_it_is):
-            for operation in self._that_make_it_right(mode, number, Operation.gets_the_same):
-                return _line_of(operation, mode, number)
-        for number, mode in self._replicas(self._take(Operation.gets_the_same_floats)):
-            for operation in self._that_matter(mode, number):
-                return _line_of(operation, mode, number)
-        for number, mode in self._replicas(self._as_it_is):
-            for operation in self._that_make_it_right(mode, number, Operation.is_candidate):
-                if line := self._line_of_origin(operation, mode, number):
-                    return line
-        for number, mode in self._replicas(self._as_it_is):
-            if line := _other_way(mode.of_output, mode, number):
+        as_it_is, together = self.take(lambda _: False), self.take(Operation.gets_the_same_floats)
+        if as_it_is is None:
+            return None
+        for operation, alone in self._candidates(together, Operation.gets_the_same_floats):
+            # It makes the output right, or, if all together do so, changes it.
+            if alone.is_right or (together and together.is_right and not agree(alone.output, as_it_is.output)):
+                return _line_of(operation)
+        for operation, alone in self._candidates(as_it_is, Operation.is_candidate):
+            if alone.is_right and (line := self._line_of_origin(operation)):
                 return line
-        return None
+        return _other_way(as_it_is.of_output, as_it_is, self.number)
 
-    def _replicas(self, modes: Sequence[CorrectOperations]) -> list[tuple[int, CorrectOperations]]:
-        return [(number, modes[number]) for number in self._numbers if modes]
+    def _candidates(self, mode: Any, accepts: Accepts) -> Iterator[tuple[Operation, CorrectOperations]]:
+        """Yield operations of a pass, each with one in which only those at its place are corrected."""
+        for operation in list(filter(accepts, mode.candidates.values() if mode else ()))[:_MOST]:
+            if alone := self._alone(operation):
+                yield operation, alone
 
-    def _with(self, place: Place) -> Sequence[CorrectOperations]:
-        """Take a pass in which only the operations at a place are corrected."""
-        if place not in self._alone:
-            self._alone[place] = self._take(lambda operation: operation.place == place)
-        return self._alone[place]
+    def _alone(self, operation: Operation) -> CorrectOperations | None:
+        return self.take(lambda other: other.place == operation.place)
 
-    def _that_make_it_right(self, mode: CorrectOperations, number: int, accepts: Accepts) -> Iterator[Operation]:
-        for operation in list(filter(accepts, mode.candidates.values()))[:_MOST]:
-            if (alone := self._with(operation.place)) and alone[number].is_right:
-                yield operation
-
-    def _that_matter(self, mode: CorrectOperations, number: int) -> Iterator[Operation]:
-        """Yield operations that make the output right, or, if all of them together do so, that change it."""
-        yield from self._that_make_it_right(mode, number, Operation.gets_the_same_floats)
-        places = [place for place, each in mode.candidates.items() if mode.is_right and each.gets_the_same_floats()]
-        for place in places[:_MOST]:
-            if (alone := self._with(place)) and not agree(alone[number].output, self._as_it_is[number].output):
-                yield mode.candidates[place]
-
-    def _line_of_origin(self, operation: Operation, mode: CorrectOperations, number: int) -> Line | None:
+    def _line_of_origin(self, operation: Operation) -> Line | None:
         """Return the line of what an operation gets and does not get on one device, if that is what differs."""
-        if line := _other_way(operation, mode, number):
-            return line
-        for origin in [here for here, _ in operation.origins if here and here.is_candidate() and here.returns_floats()]:
-            alone = self._with(origin.place)  # Then the operation gets the same.
-            again = alone[number].candidates.get(operation.place) if alone and operation.called else None
-            if again and again.gets_the_same():
-                return _line_of(operation, mode, number)
         roots = operation.roots()
         root = next(iter(roots)) if len(roots) == 1 else None
-        if {root and root.place.line() for root in roots} == {operation.place.line()}:
-            root = operation
-        elif root and not root.fits and root.has_size_of_values():  # It selects rows, maybe rightly.
+        if any(root and root.synchronizes for root in roots):
+            return None  # It gets the same here, and something else in another replica.
+        if root and not root.fits and root.has_size_of_values():  # It selects rows, maybe rightly.
             root = None if any(here and here.fits for here, _ in operation.origins) else operation
-        if root is None or (root is operation and not operation.called):
-            return None  # A module that differs by itself would have been found.
-        # What synchronizes gets the same here, and something else in another replica.
-        return _line_of(root, mode, number) if root.is_candidate() or not root.fits else None
+        # A module that differs by itself would have been found.
+        return _line_of(root) if root and (root is not operation or operation.called) else None
 
 
-def _line_of(operation: Operation, mode: CorrectOperations, number: int) -> Line:
-    pairs = operation.pairs()
-    if pairs and not operation.numbers:
-        return Line(f"it begins with {pairs.place}, two dimensions of which are samples", number, pairs)
+def _line_of(operation: Operation) -> Line:
+    if (pairs := operation.pairs) and not operation.numbers:
+        return Line(f"it begins with {pairs.place}, two dimensions of which are samples", pairs)
     got = ["another tensor than on one device"] if operation.gets_another else []
     got += [f"{_number(here)} in place of {_number(there)}" for here, there in operation.numbers[:2]]
-    text = f"it begins with {operation.place}{', which gets ' if got else ''}{' and '.join(got)}"
-    return Line(text, number, operation)
+    return Line(f"it begins with {operation.place}{', which gets ' if got else ''}{' and '.join(got)}", operation)
 
 
 def _number(value: Any) -> str:
@@ -511,31 +467,25 @@ def _other_way(operation: Operation | None, mode: CorrectOperations, number: int
         times, times_there = mode.times[here.place], mode.one.times[here.place]
         is_last = (here.number, there.number) == (times - 1, times_there - 1)
         text = f"it begins with {here.place}, which runs {times} times in place of {times_there}"
-        return Line(text, number, replace(here, on_one=None)) if is_last and times != times_there else None
+        return Line(text, replace(here, on_one=None)) if is_last and times != times_there else None
     sides = [(there, mode.times, "one device"), (here, mode.one.times, f"replica {number}")]
     ways = [(made, f"{who} runs {made.place}") for made, other, who in sides if made and made.place not in other]
     text = f"it goes another way: {', '.join([way for _, way in ways])}"
-    return Line(text, number, replace(ways[0][0], on_one=None)) if ways else None
+    return Line(text, replace(ways[0][0], on_one=None)) if ways else None
 
 
-def _recorded(passes: CheckConfig, index: int, key: Key | None, seed: int | None = None) -> RecordOperations:
-    one = RecordOperations(passes.dtype, key, seed)
-    TwinRun(passes, True, index).take(index, "output", [one])
-    return one
-
-
-def _why(passes: CheckConfig, index: int, one: RecordOperations, operation: Operation) -> str:
+def _why(passes: CheckConfig, index: int, key: Key, operation: Operation | None) -> str:
     """Return whether state or random numbers make an operation differ, by a repetition and by other seeds."""
-    side = TwinRun(passes, True, index, is_moved=False)  # with the same parameters in both passes
-    first, again = (RecordOperations(passes.dtype, one.key) for _ in range(2))
-    side.take(index, "output", [first])
-    side.take(index, "output", [again])
+    side = TwinRun(passes, True, index, is_moved=False)  # with the same parameters in all passes
+    first, again, other = (RecordOperations(passes.dtype, key) for _ in range(3))
+    for seed, mode in ((index, first), (index, again), (index + 1, other)):
+        side.take(seed, "output", [mode])
     with suppress(LookupError):  # It may not run again.
-        if _varies(operation, first, again):
+        if operation and _varies(operation, first, again):
             return CHANGES
-        if _varies(operation, one, _recorded(passes, index, one.key, seed=1)):
+        if operation and _varies(operation, again, other):
             return RANDOM
-    return SEEDED if operation.on_one and operation.on_one.draws else ""
+    return SEEDED if operation and operation.on_one and operation.on_one.draws else ""
 
 
 def _varies(operation: Operation, before: RecordOperations, after: RecordOperations) -> bool:
@@ -544,9 +494,5 @@ def _varies(operation: Operation, before: RecordOperations, after: RecordOperati
         return agree(before.arguments, after.arguments) and before.times != after.times
     number = operation.on_one.number
     then, now = (mode.operations[operation.place][number] for mode in (before, after))
-    leaves = [
-        (id(leaf[0]) in after.makers, agree(*leaf)) for leaf in leaves_by_path(now.arguments, then.arguments, WHOLE)
-    ]
-    if (operation.numbers or operation.gets_another) and not all(agrees for is_made, agrees in leaves if not is_made):
-        return True
-    return all(agrees for _, agrees in leaves) and not agree(now.result, then.result)
+    made = [leaves for leaves in leaves_by_path(now.arguments, then.arguments, WHOLE) if id(leaves[0]) in after.makers]
+    return all(agree(*leaves) for leaves in made) and not agree(now.result, then.result)

@@ -268,9 +268,7 @@ def _text_of(
 def _different_structures(one: Observed, many: Observed) -> Iterator[Difference]:
     of_one, of_many = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
     if len(of_one) != len(of_many) or any(a != b and math.prod(a) != 1 for a, b in zip(of_one, of_many, strict=True)):
-        shapes = [
-            f"[{', '.join(map(str, of[:_MOST]))}{', ...' if len(of) > _MOST else ''}]" for of in (of_one, of_many)
-        ]
+        shapes = [f"{of[:_MOST]}{', ...' if len(of) > _MOST else ''}" for of in (of_one, of_many)]
         yield Difference("output", None, "outputs have shapes {} on one device, {} in replicas".format(*shapes), _ROWS)
     for path, value in one["value"].items() if one["value"].keys() == many["value"].keys() else ():
         if not agree(other := many["value"][path], value):

@@ -211,6 +211,7 @@ def test_the_line_is_named_with_which_a_difference_begins(fault):
     file, number = re.search(r"\((\w+\.py), line (\d+), in ", text).groups()
     code = Path(__file__).read_text(encoding="utf-8").splitlines()[int(number) - 1]
     assert file == HERE
+    assert "assert_matches_one_device" not in text
     assert re.search(r"`([^`.(]*)", text).group(1).strip() in code, text
     assert len(text.split()) <= 60
 
@@ -251,6 +252,17 @@ def test_no_line_is_named_where_none_is_certain(kind):
     with pytest.raises(AssertionError, match=re.escape(expected).replace(r"\.\.\.", ".*")) as caught:
         assert_matches_one_device(build(), BATCH)
     assert "it begins" not in str(caught.value)
+    assert "assert_matches_one_device" not in str(caught.value)
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_the_line_that_calls_the_check_is_none_of_the_model(has_hook):
+    softmax = nn.Softmax(0)
+    model = with_hook(softmax, lambda module, args, output: None) if has_hook else softmax
+    for wrapper in (model, wrapped(model), nn.Sequential(model)):
+        with pytest.raises(AssertionError) as caught:
+            assert_matches_one_device(wrapper, BATCH, loss=lambda output: output.square().mean())
+        assert "line" not in str(caught.value)
 
 
 def test_nothing_is_followed_where_nothing_differs(monkeypatch):
