@@ -1,4 +1,4 @@
-"""Batch normalization on any device, in differentiable operators that every device has.
+"""Batch normalization on any device, in differentiable operators of torch.
 
 This file computes. It knows nothing of threads or modules. ``C`` is the number of channels, dimension 1 of every input
 ``(N, C, +)``. Vectors are ``(C,)``. A count is a number of elements per channel.
@@ -118,7 +118,7 @@ class BatchStatistics(NamedTuple):
     master_device: torch.device  # on which the sums of all replicas are added up
     mean_invstd: Mapping[torch.device, Pair]  # mean and inverse standard deviation, ``(C,)``, on each device
     elements: int | Tensor  # per channel; a tensor if processes have added them up, so that no host waits
-    clamped: Tensor | None  # channels where eps has replaced a smaller variance; None if eps is added
+    clamped: Tensor | None  # channels where eps replaces a smaller variance; None if eps is added
     parameters_differ: bool  # between replicas
     reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes; None without other processes
     lease: Lease  # of the workspace in which `mean_invstd` may lie
@@ -136,7 +136,7 @@ class BatchStatistics(NamedTuple):
     def complete(self, total: Tensor) -> Tensor:
         """Add up the totals of all processes, then zero the second vector in the clamped channels.
 
-        The second vector is the gradient through the variance. Where `eps` has replaced the variance, there is none.
+        The second vector is the gradient through the variance. There is none where `eps` replaces the variance.
         """
         total = total if self.reduce is None else self.reduce(total)
         if self.clamped is not None:
@@ -214,7 +214,7 @@ class Backend:
             workspace: memory for the vectors.
 
         Returns:
-            mean and inverse standard deviation, ``(C,)``; and the channels where `eps` has replaced a smaller variance,
+            mean and inverse standard deviation, ``(C,)``; and the channels where `eps` replaces a smaller variance,
             or None if `eps` is added.
         """
         means = torch.cat([mean for mean, _ in statistics]).to(dtype=self.merge_dtype)  # (K, C), of all pieces

@@ -60,7 +60,7 @@ class Affine(NamedTuple):
     offset: Tensor  # in the place of the bias
     zeros: Tensor  # in the place of the mean
     ones: Tensor  # in the place of the variance
-    unused: Tensor  # without elements: the operator returns statistics here, which it does not compute
+    unused: Tensor  # empty, for statistics of a training step, which the operator leaves out
 
 
 class Cpu(Backend):
@@ -125,7 +125,7 @@ def _sums(replicas: Sequence[BackwardInput], batch: BatchStatistics, dtype: torc
     for replica in replicas:
         vectors += gradient_sums(replica.grad_output, replica.input, rounded_mean, rounded_invstd)
     sums = torch.stack(vectors).double().view(-1, 2, len(mean))  # (2 * R, C) -> (R, 2, C)
-    # Correct the second sums for the rounding of the mean, which has shifted all normalized values.
+    # Correct the second sums for the rounding of the mean, which shifts all normalized values.
     sums[:, 1].addcmul_(sums[:, 0], (rounded_mean - mean) * invstd)
     return sums
 

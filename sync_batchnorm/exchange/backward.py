@@ -15,10 +15,10 @@ device, before it answers, because a replica may start a backward pass before th
 NOTE [gradients of gradients]: With `create_graph`, `Backend.gradients` computes the statistics again from the saved
 inputs, in operators that autograd records. So a second backward pass does not need this node.
 
-NOTE [who unpacks what]: The engine runs the node of all replicas in the thread of the first device. Suppose that the
-node unpacked the tensors there which an activation checkpoint saved on another device. The nodes of that device could
-then recompute the same checkpoint in their own thread at the same time, and torch would raise an error. So with
-saved-tensor hooks on several devices, one more node for each replica, on its device, unpacks first:
+NOTE [who unpacks]: The engine runs the node of all replicas in the thread of the first device. If this thread unpacked
+tensors of an activation checkpoint on another device, the nodes of that device could recompute the same checkpoint in
+their own thread at the same time, and torch would raise an error. So with saved-tensor hooks on several devices, one
+more node for each replica, on its device, unpacks first:
 
     outputs --> join --> one `_Unpack` for each replica --> node of all replicas --> inputs
 
@@ -98,7 +98,7 @@ _apply = fast_apply(_SyncBatchNorm)
 
 
 class _Unpack(torch.autograd.Function):
-    """The identity, in place. Its backward pass unpacks the `Saved` of one replica, see NOTE [who unpacks what]."""
+    """The identity, in place. Its backward pass unpacks the `Saved` of one replica, see NOTE [who unpacks]."""
 
     @staticmethod
     def forward(ctx: Any, saved: Saved | None, *outputs: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
 """The forward pass of one call of a layer in all replicas.
 
-The obvious way is that each replica sends its statistics, gets the merged ones, and normalizes its own input. Then each
-replica has an autograd node of its own, and the backward pass deadlocks (`backward.py`). So only the measuring is done
-by the replicas, each in its own thread. Replica 0 is the master: it merges the statistics, normalizes all inputs, makes
+The obvious way: each replica sends its statistics, gets the merged ones, and normalizes its own input. Then each
+replica has an autograd node of its own, and the backward pass deadlocks (`backward.py`). So the replicas only measure
+their inputs, each in its own thread. Replica 0 is the master: it merges the statistics, normalizes all inputs, makes
 one autograd node, and answers each replica with its output:
 
     replica 0, the master                       replica 1

@@ -9,9 +9,9 @@
     RememberedCall     the replica                   its recomputation
 
 Only replica 0 may update running statistics: only its layer has the buffers of the model, and the layer passes them as
-`LayerArguments.running`. The other replicas have copies of the buffers, which nobody writes.
+`LayerArguments.running`. The other replicas have copies of the buffers. Nobody writes into these.
 
-NOTE [who saves what]: The obvious way to save input and weight for the backward pass is `ctx.save_for_backward` in the
+NOTE [who saves]: The obvious way to save input and weight for the backward pass is `ctx.save_for_backward` in the
 node of the call. It fails twice. The saved-tensor hooks of every replica would run in the thread of replica 0. And
 where replicas take gradients in their forward pass, two threads may free the tensors of one node at the same time,
 and torch 2.13 then frees them twice. So each replica saves its own tensors, in its own thread:
