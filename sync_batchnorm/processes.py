@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .backends.base import Pair, merge_moments
+from .backends.base import merge_moments
+from .backends.workspaces import Pair
 
 __all__: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The kinds of devices that have a faster backend than any device."""
+"""Batch normalization on each kind of device. Kinds without a row in `BACKENDS` use `base.GENERAL`."""
 
 from .cpu import Cpu
 from .cuda import Cuda

@@ -1,8 +1,15 @@
-"""On CUDA, synchronized layers run on default streams: how replicas on other streams get there and back.
+"""Streams of CUDA: synchronized layers run on the default streams of their devices.
 
-NOTE [streams]: A replica that uses a stream of its own enters the default streams for the call of a layer: these wait
-for its stream, and its stream waits for them afterwards. So a tensor of the exchange belongs to a device, and nothing
-else has to know of streams. In a process of its own nothing is entered, so that CUDA graphs can capture the layer.
+NOTE [streams]: The obvious way is to let each replica compute on its current stream. Then every tensor of an exchange
+would have to know which stream made it and which streams read it. Instead, a replica that uses another stream enters
+the default stream for the call of a layer:
+
+    stream of the replica   --- conv ---+                       +--- relu ---
+                                   wait |                       | wait
+    default stream                      +--- batch norm --------+
+
+So the tensors of an exchange belong to a device, and no other file has to know of streams. The only replica of a
+process stays on its current stream, so that CUDA graphs can capture the layer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,60 +25,60 @@ T = TypeVar("T")
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the stream of `device` that this thread uses; None if the device has none."""
+    """Return the current stream of this thread on `device`; None if the device has no streams."""
     return torch.accelerator.current_stream(device.index) if device.type == "cuda" else None
 
 
-def are_default(device: torch.device, other: torch.device | None) -> bool:
-    """Return whether this thread uses the default streams of a GPU and, if there is one, of another one."""
+def uses_default_streams(device: torch.device, other: torch.device | None) -> bool:
+    """Return whether this thread uses the default stream of a GPU, and of another GPU if there is one."""
     return not any([torch.accelerator.current_stream(gpu.index).stream_id for gpu in {device, other or device}])
 
 
 def on_default_streams(
-    devices: Iterable[torch.device], used: Iterable[Tensor | None], function: Callable[..., T], *args: Any
+    devices: Iterable[torch.device], inputs: Iterable[Tensor | None], function: Callable[..., T], *args: Any
 ) -> T:
-    """Return `function(*args)`, run on the default streams of distinct `devices`, in order with the current ones.
+    """Run `function(*args)` on the default streams of distinct `devices`, in order with the current streams.
 
-    `used` are the tensors that the function reads.
+    `inputs` are the tensors that the function reads.
     """
-    streams = _defaults_to_enter(devices)
-    return on_streams(streams, used, function, *args) if streams else function(*args)
+    streams = _default_streams_to_enter(devices)
+    return on_streams(streams, inputs, function, *args) if streams else function(*args)
 
 
-def on_streams(streams: Sequence[Any], used: Iterable[Tensor | None], function: Callable[..., T], *args: Any) -> T:
-    """Return `function(*args)`, which reads `used`, run on `streams`, in order with those that are current there."""
-    with _entered(streams):
-        _record_on_current_streams(used)
+def on_streams(streams: Sequence[Any], inputs: Iterable[Tensor | None], function: Callable[..., T], *args: Any) -> T:
+    """Run `function(*args)`, which reads `inputs`, on `streams`, in order with the current streams."""
+    with _enter_streams(streams):
+        _record_on_current_streams(inputs)
         result = function(*args)
     _record_on_current_streams(result if isinstance(result, tuple) else (result,))
     return result
 
 
-def _defaults_to_enter(devices: Iterable[torch.device]) -> list[Any]:
-    """Return the default streams of those devices on which this thread uses another one."""
+def _default_streams_to_enter(devices: Iterable[torch.device]) -> list[Any]:
+    """Return the default streams of the devices on which this thread uses another stream."""
     streams = [torch.accelerator.current_stream(device.index) for device in devices if device.type == "cuda"]
     return [torch.cuda.default_stream(stream.device) for stream in streams if stream.stream_id]
 
 
 @contextmanager
-def _entered(streams: Sequence[Any]) -> Iterator[None]:
+def _enter_streams(streams: Sequence[Any]) -> Iterator[None]:
     device = torch.accelerator.current_device_index()
-    outer = [torch.accelerator.current_stream(stream.device_index) for stream in streams]
+    outer_streams = [torch.accelerator.current_stream(stream.device_index) for stream in streams]
     try:
-        for stream, former in zip(streams, outer, strict=True):
-            stream.wait_stream(former)
+        for stream, outer in zip(streams, outer_streams, strict=True):
+            stream.wait_stream(outer)
             torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(device)  # which setting a stream has changed
+        torch.accelerator.set_device_index(device)  # `set_stream` has changed it.
         yield
     finally:
-        for stream, former in zip(streams, outer, strict=True):
-            former.wait_stream(stream)
-            torch.accelerator.set_stream(former)
+        for stream, outer in zip(streams, outer_streams, strict=True):
+            outer.wait_stream(stream)
+            torch.accelerator.set_stream(outer)
         torch.accelerator.set_device_index(device)
 
 
 def _record_on_current_streams(values: Iterable[Any]) -> None:
-    """Tell the allocator that the current streams use those values that are tensors, whichever stream made them."""
+    """Tell the allocator that the current streams use these tensors. Values that are no tensors are skipped."""
     for value in values:
         if isinstance(value, Tensor) and value.is_cuda:
             try:  # `suppress` takes as long as the rest.
@@ -83,17 +90,18 @@ def _record_on_current_streams(values: Iterable[Any]) -> None:
 def in_order_with_engine(
     devices: Sequence[torch.device], grads: Iterable[Tensor | None], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Return `function(*args)`, the backward of a node with tensors on several `devices`, in order with the engine.
+    """Run `function(*args)`, the backward pass of a node with tensors on several `devices`, in order with the engine.
 
-    The engine knows a single stream of a node: that of its first output, which is on the first device. It assumes that
-    the gradients that the node gets are ready on that stream, and that the gradients that the node returns are, too.
+    The engine knows a single stream for a node: the stream of its first output, on the first device. It assumes that
+    incoming and returned gradients are ready on that stream.
     """
     if devices[0].type != "cuda":
         return function(*args)
     streams = {device: torch.accelerator.current_stream(device.index) for device in devices}
     first, *others = streams.values()
     if any([stream.stream_id for stream in streams.values()]):
-        return on_streams(_defaults_to_enter(devices), (), in_order_with_engine, devices, grads, function, *args)
+        default_streams = _default_streams_to_enter(devices)
+        return on_streams(default_streams, (), in_order_with_engine, devices, grads, function, *args)
     ready = first.record_event()
     for other in others:
         other.wait_event(ready)

@@ -1,3 +1,3 @@
-"""One call of a synchronized layer in all replicas: `forward.py`, to be read downwards, and its backward pass."""
+"""One exchange: a call of a synchronized layer in all replicas, and its backward pass. Begin with `forward.py`."""
 
 __all__: list[str] = []

@@ -1,7 +1,9 @@
-"""The forward pass of one call of a layer, read downwards.
+"""The forward pass of one call of a layer in all replicas.
 
-Each replica measures its input, in its own thread, and sends the statistics to the master, in replica 0. The master
-merges the statistics of all replicas, normalizes all inputs, makes one autograd node, and answers each replica:
+The obvious way: each replica sends its statistics, gets the merged ones, and normalizes its own input. Then each
+replica has an autograd node of its own, and the backward pass deadlocks (`backward.py`). So the replicas only measure
+their inputs, each in its own thread. Replica 0 is the master: it merges the statistics, normalizes all inputs, makes
+one autograd node, and answers each replica with its output:
 
     replica 0, the master                       replica 1
     ---------------------                       ---------
@@ -13,10 +15,10 @@ merges the statistics of all replicas, normalizes all inputs, makes one autograd
       make one node with the outputs of all replicas
     return its output    ------- Answer ------> return its output
 
-So no thread waits in the backward pass, in which a device has a single thread.
+The functions below stand in this order. Replicas wait in `connection.pipe.run`: see `meeting/coordinator.py`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -24,28 +26,18 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..backends.base import BatchStatistics, LayerArguments, single_value
-from ..backends.streams import are_default, on_default_streams
-from ..backends.workspaces import Lease, broadcast_pair, move_pair
+from ..backends.base import BatchStatistics, LayerArguments, single_value_error
+from ..backends.streams import on_default_streams, uses_default_streams
+from ..backends.workspaces import Lease, Pair, move_pair
 from ..processes import Peers
 from ..torch_private import any_autocast, graph_task_id, hooks_of_thread, set_grad_enabled, without_modes
 from .backward import connect_to_graph
 from .recomputation import recompute
-from .replica_call import (
-    ALONE,
-    Answer,
-    Connection,
-    GatheredStatistics,
-    RememberedCall,
-    ReplicaCall,
-    Saved,
-    measure,
-    save,
-)
+from .replica_call import ALONE, Answer, Connection, GatheredStatistics, RememberedCall, ReplicaCall, Saved, measure
 
 __all__: list[str] = []
 
-Message = tuple[ReplicaCall, Saved | None]  # from each replica; the second is None without a graph
+Message = tuple[ReplicaCall, Saved | None]  # of each replica; the second item is None without a graph
 
 
 def sync_batch_norm(input: Tensor, layer: LayerArguments, connection: Connection, peers: Peers | None) -> Tensor:
@@ -57,27 +49,27 @@ def sync_batch_norm(input: Tensor, layer: LayerArguments, connection: Connection
         connection: connects the layer to those of the other replicas; `ALONE` if there are none.
         peers: the processes to exchange with; None for this process alone.
     """
-    if has_torch_function((input,)):  # A subclass of `Tensor` may override this function, as those of torch.
+    if has_torch_function((input,)):  # A subclass of `Tensor` may override this function, like functions of torch.
         return handle_torch_function(sync_batch_norm, (input,), input, layer, connection, peers)
     if input.is_leaf and input.requires_grad:
-        input = input[...]  # A leaf has no grad_fn that could tell whether its gradient is needed.
+        input = input[...]  # `Saved.wants_input` needs a grad_fn, and a leaf has none.
     records = torch.is_grad_enabled()
     if records and input.is_inference():
         input = input.clone()  # Inference tensors cannot be saved for a backward pass.
     has_hooks = records and hooks_of_thread(True) is not None
-    is_recomputed = graph_task_id() != -1  # inside a backward pass
-    set_grad_enabled(False)  # not a context, which takes ten times as long
+    is_recomputation = graph_task_id() != -1  # inside a backward pass
+    set_grad_enabled(False)  # `torch.no_grad` takes ten times as long.
     try:
         saved = None
-        if records and (layer.running is None or not is_recomputed):  # see NOTE [recomputation]
-            saved = save(input, layer, has_hooks)
+        if records and (layer.running is None or not is_recomputation):  # see NOTE [recomputation]
+            saved = Saved(input, layer, has_hooks)
         if connection.pipe is None:
             exchange = partial(_exchange_alone, input, layer, peers, saved, records, has_hooks)
-        elif is_recomputed:
+        elif is_recomputation:
             exchange = partial(recompute, input, layer, connection, records, has_hooks)
         else:
             exchange = partial(_exchange_with_replicas, input, layer, connection, saved, has_hooks)
-        is_on_side_stream = input.is_cuda and not are_default(input.device, connection.master_device)
+        is_on_side_stream = input.is_cuda and not uses_default_streams(input.device, connection.master_device)
         if has_hooks or any_autocast() or (is_on_side_stream and connection.pipe is not None):
             return _without_modes(exchange, input, layer, connection, has_hooks)
         return exchange()
@@ -88,24 +80,27 @@ def sync_batch_norm(input: Tensor, layer: LayerArguments, connection: Connection
 def _without_modes(
     exchange: Callable[[], Tensor], input: Tensor, layer: LayerArguments, connection: Connection, has_hooks: bool
 ) -> Tensor:
-    """Exchange on the default streams, without autocast, and without the modes of a checkpoint; see NOTE [streams]."""
-    # A selective checkpoint counts the operators of its forward, and expects the same ones in the recomputation, which
-    # merges nothing. It would also keep their results, such as memory that is filled later.
-    here = input.device
-    devices = () if connection.pipe is None else {here, connection.master_device or here}
-    # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
-    with without_modes() if has_hooks else nullcontext(), torch.autocast(here.type, enabled=False):
+    """Exchange on the default streams, without autocast, and without the modes of a checkpoint; see NOTE [streams].
+
+    A selective checkpoint counts the operators of its forward pass, and expects the same operators in the
+    recomputation. But a recomputation does not merge. The checkpoint would also keep the results of the operators, such
+    as memory that is filled later. Autocast would concatenate tensors in its own dtype, or refuse tensors of another
+    dtype.
+    """
+    device = input.device
+    devices = () if connection.pipe is None else {device, connection.master_device or device}
+    with without_modes() if has_hooks else nullcontext(), torch.autocast(device.type, enabled=False):
         return on_default_streams(devices, (input, layer.weight, layer.bias), exchange)
 
 
 def _exchange_with_replicas(
     input: Tensor, layer: LayerArguments, connection: Connection, saved: Saved | None, has_hooks: bool
 ) -> Tensor:
-    """Send the statistics of the input to the master; return the output, which the master answers."""
+    """Send the statistics of the input to the master, and wait for the output in its answer."""
     call = measure(input, layer, connection)
     message: Message = call, saved
     batch, gathered, output = connection.pipe.run(message)
-    if has_hooks or saved is None:  # Checkpoints have hooks, or run without a graph: they may repeat this call.
+    if has_hooks or saved is None:  # A checkpoint, which has hooks or runs without a graph, may repeat this call.
         is_constant = saved is not None and not output.requires_grad
         connection.remembered.append(RememberedCall(call.statistics, call.elements, batch, gathered, is_constant))
     return output  # type: ignore[no-any-return]
@@ -114,7 +109,7 @@ def _exchange_with_replicas(
 def _exchange_alone(
     input: Tensor, layer: LayerArguments, peers: Peers | None, saved: Saved | None, records: bool, has_hooks: bool
 ) -> Tensor:
-    """Normalize the input of the only replica of this process, with the statistics of all processes."""
+    """Normalize the input of the only replica of this process with the statistics of all processes."""
     call = measure(input, layer, ALONE)
     if peers is None:
         gathered: GatheredStatistics = [call.statistics], [call.elements], call.elements
@@ -122,7 +117,7 @@ def _exchange_alone(
         gathered = peers.gathered_statistics(call.statistics, call.elements, call.backend.merge_dtype)
     batch = _merge_statistics([call], gathered, peers)
     if records and saved is None:
-        saved = save(input, layer, has_hooks)  # in a recomputation
+        saved = Saved(input, layer, has_hooks)  # in a recomputation
     (output,) = connect_to_graph([(call, saved)], call.backend.normalize([call], batch), batch)
     return output
 
@@ -131,7 +126,7 @@ def merge_replicas(messages: Sequence[tuple[Hashable, Message]]) -> Sequence[tup
     """Merge the statistics of all replicas, and answer each with its output; the callback of a layer's `SyncMaster`."""
     calls = [call for _, (call, _) in messages]
     if any([call.kind != calls[0].kind for call in calls]):
-        raise _different(calls)
+        raise _different_kinds_error(calls)
     master = calls[0].input.device
     counts = [call.elements for call in calls]
     gathered: GatheredStatistics = [move_pair(call.statistics, master) for call in calls], counts, sum(counts)
@@ -144,26 +139,26 @@ def merge_replicas(messages: Sequence[tuple[Hashable, Message]]) -> Sequence[tup
 def _merge_statistics(
     calls: Sequence[ReplicaCall], gathered: GatheredStatistics, peers: Peers | None
 ) -> BatchStatistics:
-    """Merge the gathered statistics, and move the running statistics of replica 0."""
+    """Merge the gathered statistics, update the running statistics of replica 0, and broadcast mean and invstd."""
     first, (statistics, counts, total) = calls[0], gathered
     if isinstance(total, int) and total == 1:
-        raise single_value([call.input.shape for call in calls])
+        raise single_value_error([call.input.shape for call in calls])
     devices = tuple(dict.fromkeys([call.input.device for call in calls]))
     lease = Lease(first.connection.pools, devices, statistics[0][0])
     *pair, clamped = first.backend.merge(statistics, counts, total, first.layer, lease.workspace)
-    mean_invstd = broadcast_pair(pair, devices, lease)
+    mean_invstd: Mapping[torch.device, Pair] = {devices[0]: pair}
+    if len(devices) > 1:
+        mean_invstd = lease.workspace.broadcast(torch.cat(pair, out=lease.workspace.flat), devices)
     # A module may compute a parameter in its forward. Parameters that replicas got from it are equal, on all devices.
     have_parameters_of_module = [
         call.layer.weight is call.connection.weight and call.layer.bias is call.connection.bias for call in calls
     ]
     parameters_differ = len(calls) > 1 and not all(have_parameters_of_module)
     reduce = None if peers is None else peers.all_reduced
-    return BatchStatistics(
-        first.backend, first.input.device, mean_invstd, total, clamped, parameters_differ, reduce, lease
-    )
+    return BatchStatistics(first.backend, devices[0], mean_invstd, total, clamped, parameters_differ, reduce, lease)
 
 
-def _different(calls: Sequence[ReplicaCall]) -> ValueError:
+def _different_kinds_error(calls: Sequence[ReplicaCall]) -> ValueError:
     texts = []
     for call in calls:
         shape, (*_, eps, clamps, is_inference) = tuple(call.input.shape), call.kind
@@ -177,17 +172,17 @@ def _different(calls: Sequence[ReplicaCall]) -> ValueError:
     )
 
 
-# NOTE [tried in a call]: Shares of the processor time of a training step of ResNet-50, on one core.
+# NOTE [tried in a call]: Changes, with their gain in the processor time of a training step of ResNet-50 on one core.
 #
-# - Each replica normalizes its own input, into memory that the node has returned before it was filled: 1 % more, since
-#   this takes one operator more for each replica. On the CPU, replicas cannot share slope and offset.
-# - The last replica that arrives merges, not the master: 1 % less on two GPUs, and errors of all in any replica.
-# - A replica wakes up without the interpreter lock, by a file descriptor: 2 % less on two GPUs and 4 % on four, where
+# - Each replica normalizes its own input, into memory that the node has returned before it was filled: 1 % slower, by
+#   one more operator for each replica. On the CPU, replicas could no longer share slope and offset.
+# - The last replica that arrives merges, not the master: 1 % faster on two GPUs, but errors of all in any replica.
+# - A replica wakes up without the interpreter lock, by a file descriptor: 2 % faster on two GPUs and 4 % on four, if
 #   all threads share a core, because the kernel then switches threads twice in place of six times. It needs descriptors
-#   for each replica, outside of the lock of the coordinator, and Linux.
-# - Another scheduling policy for the threads of replicas: 2 % less, on Linux only, and threads that `forward` starts
-#   inherit it.
-# - A plan of a replica that is kept from one step to the next: 1 ms of 90 on eight GPUs. Kept shells of modules:
-#   nothing.
-# - Operators without the autograd keys of the dispatcher: nothing on two and four GPUs, 1 % less on eight. Tangents of
-#   forward mode, which operators refuse, would be lost.
+#   for each replica, outside the lock of the coordinator, and Linux.
+# - Another scheduling policy for the threads of replicas: 2 % faster, but on Linux only, and threads that `forward`
+#   starts inherit it.
+# - A plan of a replica that is kept from one step to the next: 1 ms of 90 on eight GPUs. Shells of modules that are
+#   kept: nothing.
+# - Operators without the autograd keys of the dispatcher: nothing on two and four GPUs, 1 % faster on eight. Tangents
+#   of forward mode would be lost; now operators refuse them.

@@ -2,21 +2,22 @@
 
 NOTE [recomputation]: A checkpoint calls the layer a second time, in the backward pass, to get the tensors that it has
 not kept. The obvious way is another exchange. It would deadlock: the engine runs all nodes of a device in one thread,
-so the peers of this replica cannot come. Instead, the repeated call takes the answer of the forward pass, which the
-connection of the replica remembers:
+so the peers of this replica cannot come. Instead, the repeated call takes the answer of the forward pass. The
+connection of the replica remembers it:
 
     forward pass     measure --> send --> answer --> normalize        remembered: (statistics of the input, answer)
     backward pass    measure --> find that answer --> normalize
 
-If the layer was called several times, as in a siamese net, the statistics of the input tell which call is repeated. The
-output has the same values again, and the same tensors are saved. It refuses a gradient (`_refuse_gradient`): a gradient
-is only asked for by a reentrant checkpoint, which would differentiate each replica by itself.
+If the layer was called several times, as in a siamese net, the statistics of the input tell which call is repeated.
 
-On one device, the recomputation moves running statistics a second time. The recomputation of replica 0 does so, too: it
-merges the remembered statistics of all replicas again. It does this before it saves, as torch's batch norm does,
-because a checkpoint ends the recomputation when the last tensor is saved.
+The output has the same values again, and the same tensors are saved. The output refuses a gradient
+(`_refuse_gradient`): only a reentrant checkpoint asks for one, and would differentiate each replica by itself.
 
-Without replicas, in a process of its own, a recomputation exchanges again: all processes recompute in the same order.
+On one device, a recomputation moves running statistics a second time. So does the recomputation of replica 0: it merges
+the remembered statistics of all replicas again. It does this before it saves, as torch's batch norm does, because a
+checkpoint ends the recomputation when the last tensor is saved.
+
+In a process with a single replica, a recomputation exchanges again: all processes recompute in the same order.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from ..backends.base import LayerArguments
 from ..backends.workspaces import Workspace
-from .replica_call import Connection, RememberedCall, ReplicaCall, graph_source, measure, save
+from .replica_call import Connection, RememberedCall, ReplicaCall, Saved, graph_source, measure
 
 __all__: list[str] = []
 
@@ -44,35 +45,35 @@ def recompute(input: Tensor, layer: LayerArguments, connection: Connection, reco
     if layer.running is not None:
         call.backend.merge(*repeated.gathered, layer, Workspace())
         if records:
-            save(input, layer, has_hooks)
+            Saved(input, layer, has_hooks)  # for the hooks of the checkpoint
     (output,) = call.backend.normalize([call], repeated.batch)
     return _refuse_gradient(output, input) if records and not repeated.is_constant else output
 
 
-def _find_repeated(connection: Connection, again: ReplicaCall) -> RememberedCall:
-    """Return the call of the forward pass whose input had the statistics of this one, or the only call."""
+def _find_repeated(connection: Connection, call: ReplicaCall) -> RememberedCall:
+    """Return the call of the forward pass whose input had the statistics of `call`, or the only call."""
     if len(connection.remembered) == 1:
         return connection.remembered[0]
-    as_large = [call for call in connection.remembered if call.elements == again.elements]
-    same = [call for call in as_large if _have_equal_values(call.statistics, again.statistics)]
-    answers = [call.batch.mean_invstd[again.input.device] for call in same]
-    if not same or not all(_have_equal_values(answer, answers[0]) for answer in answers):
+    as_large = [other for other in connection.remembered if other.elements == call.elements]
+    equal = [other for other in as_large if _have_equal_values(other.statistics, call.statistics)]
+    answers = [other.batch.mean_invstd[call.input.device] for other in equal]
+    if not equal or not all(_have_equal_values(answer, answers[0]) for answer in answers):
         raise RuntimeError(
             "expected the recomputation of a checkpoint to call the same synchronized batch norms as its forward pass, "
-            f"with bitwise equal inputs, but got {len(same)} calls of {connection.pipe.where} that this may repeat; "
+            f"with bitwise equal inputs, but got {len(equal)} calls of {connection.pipe.where} that this may repeat; "
             "call the same layers in both, and a separate layer for each input. If the checkpointed function is made "
             f"in a loop, bind the loop variable: lambda input, layer=layer: layer(input). {FUNCTIONS}"
         )
-    return same[0]
+    return equal[0]
 
 
 def _have_equal_values(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    # As numbers, since NaN is not equal to itself.
+    # For `torch.equal`, NaN differs from NaN.
     return all(map(torch.equal, map(torch.nan_to_num, tensors), map(torch.nan_to_num, others)))
 
 
 def _refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
-    """Return `constant` as a function of `input`, also if that needs no gradient; its backward raises an error."""
+    """Connect `constant` to the graph, as a function of `input`, by a node that raises an error in a backward pass."""
     with torch.enable_grad():
         return _Refuse.apply((constant,), graph_source(), input)  # type: ignore
 
@@ -80,7 +81,7 @@ def _refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
 class _Refuse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, constant: tuple[Tensor], source: Tensor, input: Tensor) -> Tensor:
-        # Passed in a tuple: autograd would return a view of a tensor argument, which could not be changed in place.
+        # In a tuple: autograd would return a view of a tensor argument, and a view could not be changed in place.
         return constant[0]
 
     @staticmethod

@@ -9,18 +9,18 @@
     RememberedCall     the replica                   its recomputation
 
 Only replica 0 may update running statistics: only its layer has the buffers of the model, and the layer passes them as
-`LayerArguments.running`. The other replicas have copies of the buffers, which nobody writes.
+`LayerArguments.running`. The other replicas have copies of the buffers. Nobody writes into these.
 
-NOTE [who saves what]: The obvious way to save input and weight for the backward pass is `ctx.save_for_backward` in the
+NOTE [who saves]: The obvious way to save input and weight for the backward pass is `ctx.save_for_backward` in the
 node of the call. It fails twice. The saved-tensor hooks of every replica would run in the thread of replica 0. And
 where replicas take gradients in their forward pass, two threads may free the tensors of one node at the same time,
-which torch 2.13 then frees twice. So each replica saves its own tensors, in its own thread:
+and torch 2.13 then frees them twice. So each replica saves its own tensors, in its own thread:
 
     thread of replica 0      Saved 0  <---+
                                           +---- node of the call
     thread of replica 1      Saved 1  <---+
 
-The node unpacks them in the backward pass, and frees their `kept` tensors unless `retain_graph` is set.
+The node unpacks them in the backward pass, and then drops their inputs unless `retain_graph` is set.
 """
 
 from collections.abc import Sequence
@@ -32,29 +32,28 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends.base import GENERAL, Backend, BatchStatistics, Counts, LayerArguments, Pair
+from ..backends.base import GENERAL, Backend, BatchStatistics, Counts, LayerArguments
 from ..backends.streams import current_stream, on_streams
-from ..backends.workspaces import WorkspacePools, move_pair
+from ..backends.workspaces import Pair, WorkspacePools, move_pair
 from ..torch_private import fast_apply, graph_task_id, will_run
 
 __all__: list[str] = []
 
-GatheredStatistics = tuple[
-    Sequence[Pair], Counts, int | Tensor
-]  # the statistics of all replicas, their counts, and the total
-Answer = tuple[BatchStatistics, GatheredStatistics, Tensor]  # for one replica: the last one is its output
+GatheredStatistics = tuple[Sequence[Pair], Counts, int | Tensor]  # of all replicas; their counts; the sum of these
+Answer = tuple[BatchStatistics, GatheredStatistics, Tensor]  # to one replica; the last item is its output
+InputAndWeight = tuple[Tensor, Tensor | None]
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """The connection of a replica's layer to its peers, for one forward pass; the replication callback makes it."""
+    """The connection of a replica's layer to its peers, for one forward pass. The replication callback makes it."""
 
-    pipe: Any  # a `SyncMaster` or `SlavePipe`; None for a replica in a process of its own
+    pipe: Any  # a `SyncMaster` or `SlavePipe`; None for the only replica of a process
     number: int  # of the replica
-    master_device: torch.device | None = None  # statistics are sent there; None if it is unknown
+    master_device: torch.device | None = None  # to which statistics are sent; None if it is unknown
     weight: Tensor | None = None  # the parameters that the replica got from its module
     bias: Tensor | None = None
-    pools: ref[WorkspacePools] | None = None  # that the forward passes of a wrapper share; None: nothing is kept
+    pools: ref[WorkspacePools] | None = None  # shared by the forward passes of a wrapper; None: no memory is kept
     remembered: list["RememberedCall"] = field(default_factory=list)  # calls that a checkpoint may repeat
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -78,7 +77,7 @@ class ReplicaCall(NamedTuple):
 
 
 class RememberedCall(NamedTuple):
-    """A call that a checkpoint may repeat, outside of the graph; see NOTE [recomputation]."""
+    """A call that a checkpoint may repeat, outside the autograd graph; see NOTE [recomputation]."""
 
     statistics: Pair  # of the replica's input
     elements: int  # of the replica's input, per channel
@@ -106,30 +105,35 @@ FREED = (
     "retain_graph=True to the first backward(), and compute gradients outside the forward() of replicas"
 )
 
-InputAndWeight = tuple[Tensor, Tensor | None]
-
-
-def save(input: Tensor, layer: LayerArguments, has_hooks: bool) -> "Saved":
-    """Save input and weight for the backward pass. A checkpoint may end its recomputation here, by an exception."""
-    # As in torch, hooks see nothing of a layer that needs no gradient.
-    tensors = (input, layer.weight, layer.bias) if has_hooks else ()
-    needs_hooks = any([tensor is not None and tensor.requires_grad for tensor in tensors])
-    return (SavedByHooks if needs_hooks else Saved)(input, layer.weight)
-
 
 class Saved:
-    """Keeps input and weight of one replica. This takes less time than to save them in an autograd node."""
+    """Input and weight of one replica, saved for the backward pass.
 
-    __slots__ = ("_input_version", "_weight", "_weight_version", "device", "input_node", "kept", "needs_input")
+    With saved-tensor hooks, they are saved by an autograd node, whose hooks may belong to an activation checkpoint.
+    Without hooks, this object keeps them: that takes less time than a node.
 
-    def __init__(self, input: Tensor, weight: Tensor | None) -> None:
+    A checkpoint may end its recomputation while this object is made, by an exception.
+    """
+
+    __slots__ = ("_versions", "_weight", "by_hooks", "device", "input_node", "kept", "needs_input", "unpacked")
+
+    def __init__(self, input: Tensor, layer: LayerArguments, has_hooks: bool) -> None:
+        weight = layer.weight
         self.device, self.needs_input = input.device, input.requires_grad
         self.input_node = input.grad_fn  # None for an input that needs no gradient
-        self._input_version = input._version
-        # Never dropped, since it is only a vector. If both were, a thread could read the input before, and the weight
-        # after another thread drops them.
-        self._weight, self._weight_version = weight, 0 if weight is None else weight._version
+        self._versions = input._version, 0 if weight is None else weight._version
+        # The weight is never dropped, since it is only a vector. If both were dropped, a thread could read the input
+        # before another thread drops them, and the weight afterwards.
+        self._weight = weight
         self.kept: Any = input  # None once it is dropped
+        # As in torch, hooks see nothing of a layer that needs no gradient.
+        tensors = (input, weight, layer.bias) if has_hooks else ()
+        self.by_hooks = any([tensor is not None and tensor.requires_grad for tensor in tensors])
+        if self.by_hooks:
+            self.unpacked: dict[int, InputAndWeight] = {}  # by the number of the backward pass that will read it
+            with torch.enable_grad():
+                self.kept = _save(graph_source(), (input, weight)), current_stream(input.device)
+            self._weight = None  # The hooks decide whether it is kept.
 
     def wants_input(self) -> bool:
         """Return whether the running backward pass needs the gradient of the input."""
@@ -137,50 +141,33 @@ class Saved:
 
     def is_read(self, grad_output: Tensor | None) -> bool:
         """Return whether the running backward pass needs input and weight; `grad_output` is that of this replica."""
-        # Gradients that are differentiated need the inputs of all replicas again.
+        # Gradients of gradients need the inputs of all replicas.
         return grad_output is not None or self.wants_input() or torch.is_grad_enabled()
 
     def unpack(self) -> InputAndWeight:
-        """Return input and weight, unless they were dropped or have changed in place."""
-        input, weight = self.kept, self._weight
-        if input is None:
+        """Return input and weight. Raise an error if they were dropped or have changed in place."""
+        if self.by_hooks and (unpacked := self.unpacked.pop(graph_task_id(), None)):
+            return unpacked
+        kept = self.kept
+        if kept is None:
             raise RuntimeError(FREED)
-        for tensor, version in ((input, self._input_version), (weight, self._weight_version)):
+        if self.by_hooks:
+            owner, stream = kept
+            if stream == current_stream(self.device):
+                return owner.grad_fn.saved_tensors  # type: ignore[no-any-return]
+            # To unpack, hooks may compute. A checkpoint has computed on this stream, and other layers use the results.
+            return on_streams([stream], (), lambda: owner.grad_fn.saved_tensors)  # type: ignore[no-any-return]
+        for tensor, version in zip((kept, self._weight), self._versions, strict=True):
             if tensor is not None and tensor._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
                 )
-        return input, weight
-
-
-class SavedByHooks(Saved):
-    """Saves with the saved-tensor hooks of its thread: with those of an activation checkpoint, it keeps no tensors."""
-
-    __slots__ = ("unpacked",)
-
-    def __init__(self, input: Tensor, weight: Tensor | None) -> None:
-        super().__init__(input, weight)
-        self.unpacked: dict[int, InputAndWeight] = {}  # by the number of the backward pass that reads it
-        with torch.enable_grad():
-            self.kept = (_save(graph_source(), (input, weight)), current_stream(input.device))
-        self._weight = None  # the hooks have it
-
-    def unpack(self) -> InputAndWeight:
-        if unpacked := self.unpacked.pop(graph_task_id(), None):
-            return unpacked
-        kept = self.kept
-        if kept is None:
-            raise RuntimeError(FREED)
-        owner, stream = kept
-        if stream == current_stream(self.device):
-            return owner.grad_fn.saved_tensors  # type: ignore[no-any-return]
-        # Hooks may compute to unpack, and others use what a checkpoint has computed on this stream.
-        return on_streams([stream], (), lambda: owner.grad_fn.saved_tensors)  # type: ignore[no-any-return]
+        return kept, self._weight
 
 
 class _Save(torch.autograd.Function):
-    """Never runs in a backward pass: its node owns saved tensors for as long as its output is alive."""
+    """A node that owns saved tensors for as long as its output is alive. It never runs in a backward pass."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, tensors: InputAndWeight) -> Tensor:
@@ -192,6 +179,6 @@ _save = fast_apply(_Save)
 
 
 def graph_source() -> Tensor:
-    """Return a tensor that requires a gradient, so that a function of it is in the graph whatever else it takes."""
-    # One for each use: in anomaly mode, two threads that use a leaf for the first time deadlock (torch 2.13).
+    """Return a new tensor that requires a gradient. A function of it is in the graph, whatever its other arguments."""
+    # A new one for each use: in anomaly mode, two threads that use a leaf for the first time deadlock (torch 2.13).
     return torch.empty(0, device="cpu", requires_grad=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import processes
-from ..backends.base import merge_moments, reduced_dims, single_value, statistics_dtype
+from ..backends.base import merge_moments, reduced_dims, single_value_error, statistics_dtype
 from ..backends.streams import on_default_streams
 from ..meeting import SlavePipe, SyncMaster
 from ..torch_private import graph_task_id, uncompiled
@@ -98,7 +98,7 @@ def _merge_and_answer(messages: list[tuple[Hashable, Message]]) -> Sequence[tupl
     counts = [elements for _, (_, elements, _) in messages]
     count = sum(counts)
     if count == 1:
-        raise single_value([shape for _, (_, _, shape) in messages])
+        raise single_value_error([shape for _, (_, _, shape) in messages])
     device = mean_vars[0].device
     with torch.enable_grad():
         moved = [mean_var.to(device, non_blocking=True) for mean_var in mean_vars]

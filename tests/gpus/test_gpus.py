@@ -294,10 +294,10 @@ def test_replica_that_is_stuck_on_a_gpu_is_not_waited_for():
 
 
 def test_vectors_of_counts_are_kept_unless_they_are_many_or_a_graph_captures_them(monkeypatch):
-    monkeypatch.setattr(cuda, "_made", {})
-    counts = functools.partial(cuda._counts, torch.device("cuda", 0), dtype=torch.float32)
+    monkeypatch.setattr(cuda, "_count_vectors", {})
+    counts = functools.partial(cuda._count_vector, torch.device("cuda", 0), dtype=torch.float32)
     assert [counts((number,)).tolist() for number in range(1100)] == [[number] for number in range(1100)]
-    assert len(cuda._made) < 1025
+    assert len(cuda._count_vectors) < 1025
     assert counts((3, 4)) is counts((3, 4))
     with FakeTensorMode():
         counts((7, 8))

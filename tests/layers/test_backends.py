@@ -105,7 +105,7 @@ class Plain(Backend):
             normalized.append((x - mean) * invstd)
             pair = [dy.sum(base.reduced_dims(x)), (dy * normalized[-1]).sum(base.reduced_dims(x))]
             of_parameters.append((pair[1], pair[0]))
-            sums.append(base.move_pair([vector * weight for vector in pair], batch.master))
+            sums.append(base.move_pair([vector * weight for vector in pair], batch.master_device))
         totals = batch.totals(sums, base.Workspace()) / batch.elements
         results = []
         for part, x, parameters in zip(parts, normalized, of_parameters, strict=True):

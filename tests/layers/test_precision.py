@@ -285,4 +285,4 @@ def test_fast_statistics_are_kept_up_to_the_ratio_that_was_measured(ratio, is_fa
 
 @pytest.mark.parametrize(("rows", "channels", "pieces"), [(10, 700, 2), (12, 300, 6), (7, 1000, 1), (5, 4096, 1)])
 def test_rows_are_summed_side_by_side_as_far_as_they_fit(rows, channels, pieces):
-    assert cpu._split(rows, channels) == pieces
+    assert cpu._number_of_pieces(rows, channels) == pieces
