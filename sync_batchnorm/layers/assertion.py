@@ -22,29 +22,26 @@ Wrappers = Mapping[DataParallel[Any], set[nn.Module]]  # and all modules inside
 def assert_synchronized(
     model: nn.Module, *, replicas: int | None = None, ignore: Collection[type[nn.Module] | str] = ()
 ) -> None:
-    """Raise an error if a batch norm among the modules of `model` is not converted, not connected, or in eval mode.
+    """Raise an error unless all batch norms of `model` are converted, connected and in training mode.
 
-    Call it on the wrapped model, in training mode, and before you freeze layers: the error also names layers that are
-    in eval mode on purpose, see "Freezing layers" on the page "Usage". A wrapper of one device is fine: one replica has
-    the whole batch. So has a norm outside every wrapper: a plain one is left out, a converted one needs `ignore`,
-    unless processes exchange. It runs nothing: what a `forward` of yours computes, `assert_matches_one_device`
-    compares.
+    Call it on the wrapped model, in training mode, before you freeze layers, see "Freezing layers" on the page "Usage".
+    It runs nothing; `assert_matches_one_device` compares results. A wrapper of one device passes, and so does a plain
+    norm outside every wrapper: each gets the whole batch. A converted norm outside needs `ignore`, unless processes
+    exchange.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))
 
     Args:
-        model: the wrapper, or whatever contains it.
-        replicas: the minimum number of replicas that a wrapper must make of a large batch; None for any.
-        ignore: classes and names of norms that are left out, as those that normalize each sample alone (AdaIN) or that
-            are frozen on purpose.
+        model: the wrapper, or any module around it.
+        replicas: how many replicas a wrapper must make of a large batch, at least; None: any number.
+        ignore: classes and names of norms to skip, such as norms of single samples (AdaIN) or frozen ones.
 
     Raises:
         TypeError, ValueError: for bad arguments.
-        RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
-            would not synchronize, what has the code of one, and lists, tuples and dicts in attributes with layers that
-            are no submodules, with the reason for each; or if the model has no such layer. See "Training that is not
-            synchronized" on the page "Troubleshooting".
+        RuntimeError: with names and reasons, if a `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm`, synchronized
+            layer, or class with the code of one would not synchronize; if a plain list, tuple or dict holds BatchNorm
+            layers; or if the model has none. See "Training that is not synchronized" on the page "Troubleshooting".
     """
     check_module(model)
     check_number("replicas", replicas)

@@ -47,14 +47,13 @@ def convert_model(
     group_size: int | None = None,
     process_group: Any = None,
 ) -> ModuleT:
-    """Make the BatchNorm layers of `module` synchronized, in place, and return `module`.
+    """Synchronize the BatchNorm layers of `module` in place, and return `module`.
 
-    `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, and `torch.nn.SyncBatchNorm` becomes
-    `SynchronizedBatchNorm`. A subclass that keeps the `forward` of torch, and timm's `BatchNormAct2d`, become
-    synchronized subclasses of themselves. `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes
-    change, and stored methods of the layers: modules, parameters, buffers and hooks are the same objects as before, so
-    an optimizer that has the parameters keeps working. Layers that are already synchronized keep their options.
-    `revert_model` undoes this.
+    `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` becomes
+    `SynchronizedBatchNorm`, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Subclasses with torch's
+    `forward`, and timm's `BatchNormAct2d`, become synchronized subclasses of themselves. Only classes and stored
+    methods change: modules, parameters, buffers and hooks stay the same objects, also for an existing optimizer.
+    Synchronized layers keep their options. `revert_model` undoes this.
 
     Example:
         >>> model = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
@@ -63,21 +62,18 @@ def convert_model(
 
     Args:
         module: the model, or a single layer.
-        classes: for a class of yours, not its subclasses, that computes more than a BatchNorm or has the code of one,
-            the synchronized class that replaces it, such as ``class SynchronizedNormAct(NormAct,
-            SynchronizedBatchNorm2d): pass`` if `NormAct` gets the norm of torch by ``super().forward(input)``. See
-            "Classes of your own" on the page "Usage".
-        eps_mode, group_size, process_group: options of the converted layers, see `SynchronizedBatchNorm`; without a
-            `process_group`, a `torch.nn.SyncBatchNorm` keeps its own.
+        classes: synchronized classes by the classes of yours that they replace (without subclasses), for a class with a
+            `forward` of its own. See "Classes of your own" on the page "Usage".
+        eps_mode, group_size, process_group: as of `SynchronizedBatchNorm`, for converted layers. A
+            `torch.nn.SyncBatchNorm` keeps its own `process_group` if none is given.
 
     Raises:
-        TypeError, ValueError: for bad options, before anything is changed. Also if a class in `classes` is not derived
-            from both the class that it replaces and a synchronized class, or if it has the `forward` of a synchronized
-            layer although the replaced class defines its own.
+        TypeError, ValueError: for bad options, before any change. A class in `classes` must be derived from the class
+            that it replaces and from a synchronized layer, and define `forward` if the replaced class does.
 
     Warns:
-        UserWarning: one warning that names the batch norms that were found and not converted, why, and what to do, see
-            "What is not converted" on the page "Migrating"; and one for each option that layers keep.
+        UserWarning: once, naming the batch norms that stay as they are, why, and what to do, see "What is not
+            converted" on the page "Migrating"; and once for each option that synchronized layers keep.
     """
     check_module(module)
     modules = list(module.named_modules())
@@ -99,11 +95,11 @@ def convert_model(
 
 
 def revert_model(module: ModuleT) -> ModuleT:
-    """Undo `convert_model` in place and return `module`, which then needs this library only if there is a warning.
+    """Undo `convert_model` in place, and return `module`.
 
-    Layers get back their former class, or the corresponding one of torch (`torch.nn.SyncBatchNorm` for
-    `SynchronizedBatchNorm`), and lose the options; so do layers that were built as synchronized ones. A `DataParallel`
-    keeps each accelerator once, and no CPU replicas.
+    All synchronized layers get their former class, or the corresponding one of torch, and lose their options. A
+    `DataParallel` keeps each accelerator once, and no CPU replicas. Without a warning, the model no longer needs this
+    library.
 
     Example:
         >>> model = revert_model(convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
@@ -111,8 +107,8 @@ def revert_model(module: ModuleT) -> ModuleT:
         'BatchNorm2d'
 
     Warns:
-        UserWarning: one warning that names every module which cannot be reverted, and why, such as one whose class is
-            derived from a class of this library.
+        UserWarning: once, naming the modules that cannot be reverted, such as those of your own subclasses of this
+            library's classes, and why.
     """
     check_module(module)
     modules = list(module.named_modules())
@@ -240,12 +236,12 @@ def _revert(module: nn.Module) -> str | None:
 
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
-    """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open, for building a model.
+    """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open.
 
-    Every new layer is converted as by `convert_model`, even in code with ``from torch.nn import BatchNorm2d``, in the
-    whole process. ``nn.LazyBatchNorm1d/2d/3d`` and `torch.nn.SyncBatchNorm` stay. If the code that builds the model
-    checks ``type(layer)`` or sets the `forward` of a layer, convert the finished model instead. Contexts may be nested,
-    but only one thread at a time may open them.
+    In the whole process, each new layer is converted as by `convert_model`, even in code with ``from torch.nn import
+    BatchNorm2d``. ``nn.LazyBatchNorm1d/2d/3d`` and `torch.nn.SyncBatchNorm` stay. If the code that builds the model
+    checks ``type(layer)`` or sets a layer's `forward`, convert the finished model instead. Contexts may be nested; only
+    one thread at a time may open them.
 
     Example:
         >>> with patch_sync_batchnorm():
@@ -254,7 +250,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
         'SynchronizedBatchNorm2d'
 
     Warns:
-        UserWarning: where a layer is built that cannot be converted; it says why.
+        UserWarning: if a new layer cannot be converted, and why.
     """
     init, is_open = BatchNormBase.__init__, True
 

@@ -30,17 +30,15 @@ _default_eps_mode = "plus"
 
 
 def set_sbn_eps_mode(mode: str) -> None:
-    """Set, for the process, how layers whose `eps_mode` is None keep the variance away from zero.
-
-    See "Two rules for eps" on the page "Usage".
+    """Set the process-wide `eps_mode` of layers without one, see "Two rules for eps" on the page "Usage".
 
     Example:
         >>> set_sbn_eps_mode("clamp")
         >>> set_sbn_eps_mode("plus")  # back to the default
 
     Args:
-        mode: ``"plus"`` for ``1 / sqrt(var + eps)``, as torch does it, the default, or ``"clamp"`` for
-            ``1 / sqrt(max(var, eps))``, as older libraries of this design.
+        mode: ``"plus"`` for torch's ``1 / sqrt(var + eps)``, or ``"clamp"`` for ``1 / sqrt(max(var, eps))`` of older
+            libraries.
 
     Raises:
         TypeError, ValueError: for any other `mode`.
@@ -224,13 +222,12 @@ def _let_torch_check(
 
 
 class SynchronizedBatchNorm(_SynchronizedBatchNorm):
-    """Batch normalization of ``(N, C, +)`` inputs with the statistics of the whole batch of a `DataParallel`.
+    """Normalize ``(N, C, +)`` inputs with the batch statistics of all replicas of a `DataParallelWithCallback`.
 
-    It computes ``y = (x - mean) / sqrt(var + eps) * weight + bias``, see "What is computed" on the page "How it works".
-    In training mode, mean and biased variance are those of all replicas of a `DataParallelWithCallback`, or of all
-    processes, weighted by elements. Each such call updates the running statistics and the counter of the wrapped module
-    once, in place, with the unbiased variance. In eval mode, and with a single replica in a single process, the layer
-    behaves like that of torch. Without running statistics, replicas synchronize in eval mode, too; processes do not.
+    The formula is ``y = (x - mean) / sqrt(var + eps) * weight + bias``, see "What is computed" on the page "How it
+    works". In training mode, mean and biased variance are taken over all replicas and processes, weighted by elements;
+    each call updates the running statistics of the wrapped module once, in place, with the unbiased variance. Eval mode
+    is that of torch. Without running statistics, replicas synchronize in eval mode, too, but processes do not.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), SynchronizedBatchNorm(8), nn.ReLU())
@@ -238,26 +235,25 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as of `torch.nn.BatchNorm2d`.
-            float16 and bfloat16 inputs may come with float32 parameters.
-        eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
-        group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... of one process among themselves; a remainder
-            forms a smaller group. The running statistics are those of the group of replica 0. None: all replicas. See
-            "Groups of replicas" on the page "Usage".
-        process_group: the group of `torch.distributed` over which several processes synchronize; None: all processes.
-            Torch cannot copy or pickle a group, nor a layer that has one. See "Groups of processes" on the page
-            "Processes and machines".
+        eps_mode: ``"plus"``, ``"clamp"``, or None for the default of `set_sbn_eps_mode`.
+        group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... of one process separately; the last group may be
+            smaller. The group of replica 0 updates the running statistics. None: all replicas. See "Groups of replicas"
+            on the page "Usage".
+        process_group: the `torch.distributed` group to synchronize; None: all processes. A layer with a group cannot be
+            copied or pickled. See "Groups of processes" on the page "Processes and machines".
 
     Shape:
-        - input: ``(N, C, +)``, at least 2-D. N and ``+`` may differ between replicas, and N may be zero.
-        - output: with the shape, dtype and memory format of the input.
+        - input: ``(N, C, +)``; N, also zero, and ``+`` may differ between replicas. float16 and bfloat16 inputs may
+          come with float32 parameters.
+        - output: shape, dtype and memory format of the input.
 
     Raises:
-        ValueError, RuntimeError, NotImplementedError: for bad input, with the texts of `torch.nn.BatchNorm2d`; a single
-            value per channel only if all replicas of the group together have no other. ValueError if replicas differ in
-            dtype, type of device, channels, number of dimensions, `eps`, `eps_mode` or inference mode; also for a
-            `process_group` that this process does not belong to; TypeError for one that is no group. RuntimeError in
-            all processes if they are seen to call different layers.
-        ReplicaSyncError: if the replicas cannot exchange. If processes cannot, the error is one of `torch.distributed`.
+        ValueError, RuntimeError, NotImplementedError: for bad input, with torch's texts. A single value per channel is
+            an error only if the other replicas of the group have none.
+        ValueError, TypeError: if replicas differ in dtype, device type, channels, number of dimensions, `eps`,
+            `eps_mode` or inference mode; for a `process_group` of the wrong type or without this process.
+        RuntimeError: if processes are seen to call different layers.
+        ReplicaSyncError: if replicas cannot exchange. Processes raise the errors of `torch.distributed`.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -266,15 +262,15 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
 
 
 class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
-    """A `SynchronizedBatchNorm` that is a `torch.nn.BatchNorm1d`: inputs are ``(N, C)`` or ``(N, C, L)``."""
+    """A `SynchronizedBatchNorm` and `torch.nn.BatchNorm1d`, for ``(N, C)`` or ``(N, C, L)``."""
 
 
 class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, nn.BatchNorm2d):
-    """A `SynchronizedBatchNorm` that is a `torch.nn.BatchNorm2d`: inputs are ``(N, C, H, W)``."""
+    """A `SynchronizedBatchNorm` and `torch.nn.BatchNorm2d`, for ``(N, C, H, W)``."""
 
 
 class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
-    """A `SynchronizedBatchNorm` that is a `torch.nn.BatchNorm3d`: inputs are ``(N, C, D, H, W)``."""
+    """A `SynchronizedBatchNorm` and `torch.nn.BatchNorm3d`, for ``(N, C, D, H, W)``."""
 
 
 SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {  # by the classes of torch
