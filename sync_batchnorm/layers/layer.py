@@ -1,4 +1,8 @@
-"""The layers: their options, when they synchronize, and what they refuse."""
+"""The synchronized layers: options, connection of their replicas, and checks of a forward pass.
+
+A callback of the wrapper connects the copies of one layer before each forward pass of replicas. Without a connection, a
+layer exchanges with other processes, or behaves like its base class in torch.
+"""
 
 import weakref
 from collections.abc import Sequence
@@ -25,7 +29,7 @@ __all__ = [
     "set_sbn_eps_mode",
 ]
 
-_HALF = (torch.float16, torch.bfloat16)  # inputs of these dtypes may come with float32 parameters
+_HALF = (torch.float16, torch.bfloat16)  # Float32 parameters are valid for inputs of these dtypes.
 _default_eps_mode = "plus"
 
 
@@ -55,7 +59,7 @@ def _check_eps_mode(argument: str, mode: str) -> None:
 
 
 def sync_options(eps_mode: str | None, group_size: int | None, process_group: Any) -> dict[str, Any]:
-    """Return the options of a synchronized layer that are not None; raise an error for those that no layer can take."""
+    """Return the options that are not None; raise an error for invalid ones."""
     if eps_mode is not None:
         _check_eps_mode("eps_mode", eps_mode)
     check_number("group_size", group_size)
@@ -70,7 +74,7 @@ def sync_options(eps_mode: str | None, group_size: int | None, process_group: An
 
 
 class _SynchronizedBatchNorm(BatchNormBase):
-    """The base of all synchronized layers. The callback connects those of replicas; the user's module stays as it is.
+    """Base of all synchronized layers. The callback connects the copies in replicas, not the user's module.
 
     Class attributes are defaults for modules whose class was swapped; instances only store options that were passed.
     """
@@ -79,11 +83,11 @@ class _SynchronizedBatchNorm(BatchNormBase):
     group_size: int | None = None
     process_group: Any = None
     _sync_connection: Connection | None = None
-    _sync_layer: tuple[int, Sequence[str]] = (0, ())  # its number among those of its model, and the names of those
-    _former_class: type[nn.Module] | None = None  # of a layer converted by the `classes` of `convert_model`
-    _former_process_group: Any = None  # of an `nn.SyncBatchNorm` that was converted with another one
+    _sync_layer: tuple[int, Sequence[str]] = (0, ())  # index of its name, and names of all layers of the model
+    _former_class: type[nn.Module] | None = None  # before a conversion by `classes`
+    _former_process_group: Any = None  # before conversion of an `nn.SyncBatchNorm` to another group
 
-    _data_parallel_master = staticmethod(merge_replicas)  # a method of the older library, which its pickles name
+    _data_parallel_master = staticmethod(merge_replicas)  # pickles of the older library name this method
 
     def __init__(
         self,
@@ -105,29 +109,29 @@ class _SynchronizedBatchNorm(BatchNormBase):
         self.__dict__.update(sync_options(eps_mode, group_size, process_group))
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-        """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
+        """Connect this copy to its group: the first copy makes the `SyncMaster`, the others register with it."""
         is_master = copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0
         if is_master:
-            # Not by `CallbackContext.__setattr__`, which takes longer: a new master belongs to this forward pass.
+            # A new master belongs to this forward pass, so the slower `CallbackContext.__setattr__` is not needed.
             vars(ctx)["sync_master"] = SyncMaster(merge_replicas)
             vars(ctx)["master_device"] = getattr(self.running_mean, "device", None)
         pipe = ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id)
         of_replica = self._parameters if self.__dict__.get("_is_replica") else {}
         weight, bias = of_replica.get("weight"), of_replica.get("bias")
-        pools = getattr(ctx, "_sync_pools", None)  # The context of another package has none.
+        pools = getattr(ctx, "_sync_pools", None)  # missing in a context of another package
         self.__dict__["_sync_connection"] = Connection(pipe, copy_id, ctx.master_device, weight, bias, pools)
         if copy_id == 1 and self.training and self._active_group() is not None:
             raise RuntimeError(processes.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
 
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training or self.running_mean is self.running_var is None):
-            return BatchNormBase.forward(self, input)  # `super()` could be a user's class, see `convert_model`
+            return BatchNormBase.forward(self, input)  # `super()` may be a user's class
         if self._sync_connection is None:
             raise_foreign_layer(self)
-            # A process that evaluates alone would wait for ever.
+            # Processes exchange only in training mode: one that evaluates alone would wait forever.
             if not self.training or self._active_group() is None:
                 if getattr(self, "_is_replica", False):
-                    names = self._sync_layer[1]  # none of a layer that no conversion has seen
+                    names = self._sync_layer[1]  # empty unless `convert_model` saw the layer
                     which = f"{len(names)}, first: {names[0]!r}" if names else f"such as a {type(self).__name__}"
                     warn_once(
                         f"synchronized BatchNorm layers ({which}) run in replicas that are not connected: each "
@@ -144,7 +148,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         connection, running = self._sync_connection or ALONE, None
         weight, bias = self._attributes(self.__dict__["_parameters"], "weight", "bias")
-        # The only place that decides who may update running statistics: replica 0 has the buffers of the model.
+        # Only replica 0 has the buffers of the model, so only it updates running statistics. Nothing else decides this.
         if self.training and self.track_running_stats and connection.number == 0:
             names = "running_mean", "running_var", "num_batches_tracked"
             mean, var, number = self._attributes(self.__dict__["_buffers"], *names)
@@ -155,11 +159,11 @@ class _SynchronizedBatchNorm(BatchNormBase):
         return sync_batch_norm(input, LayerArguments(weight, bias, self.eps, clamps, running), connection, peers)
 
     def _attributes(self, registered: dict[str, Any], *names: str) -> Any:
-        """Return attributes as `getattr` does, in less time: of `registered`, unless `forward` has set some itself."""
+        """Return attributes as `getattr` does, but faster: from `registered`, unless `forward` assigned some."""
         if self.__dict__.keys().isdisjoint(names):
             try:
                 return list(map(registered.__getitem__, names))
-            except KeyError:  # One of them is computed, as by a parametrization.
+            except KeyError:  # One attribute is computed, for example by a parametrization.
                 pass
         return [getattr(self, name) for name in names]
 
@@ -172,7 +176,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         """Return the group of processes to synchronize with, or None for this process alone."""
         group = processes.active_group(self.process_group)
         if group is None or (self._sync_connection is None and getattr(self, "_is_replica", False)):
-            return None  # Without connections, all replicas would call collectives, in any order.
+            return None  # Unconnected replicas would call collectives in any order.
         if self.group_size is None:
             return group
         if self._sync_connection is None and self.group_size > 1:
@@ -189,7 +193,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The pickle of a layer of the older library holds a `SyncMaster`, a shallow copy of a replica its connection.
+        # A pickle of the older library holds a `SyncMaster`; a shallow copy of a replica holds its connection.
         state = {name: value for name, value in state.items() if not isinstance(value, (SyncMaster, Connection))}
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
@@ -198,7 +202,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         chosen = [f"{name}={value}" for name, value in options.items() if value is not None]
         try:
             shown = super().extra_repr()  # type: ignore[no-untyped-call]
-        except KeyError:  # Torch shows attributes of the object, of which its class may have some.
+        except KeyError:  # Torch reads the object's `__dict__`, but the class may define some attributes.
             shown = str(self.num_features)
         return ", ".join([shown, *chosen])
 
@@ -206,7 +210,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
 def _let_torch_check(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningStatistics | None, eps: float
 ) -> None:
-    """Let torch raise its own error for arguments that it refuses, before the exchange."""
+    """Raise torch's own error for invalid arguments, before the exchange."""
     mean, var = (None, None) if running is None else (running.mean, running.var)
     channels, dtype, device = input.shape[1], input.dtype, input.device
     valid = dtype.is_floating_point and channels > 0 and eps > 0 and (mean is None) == (var is None)
@@ -216,7 +220,7 @@ def _let_torch_check(
             valid = valid and fits and tensor.device == device and tensor.shape == (channels,)
     if not valid:
         mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
-        rows = torch.cat((input, input))  # A single one would be an error.
+        rows = torch.cat((input, input))  # Torch refuses a single value per channel, but other replicas may have more.
         with torch.no_grad():
             F.batch_norm(rows, mean, var, weight, bias, True, 0.0, eps)
 
@@ -273,7 +277,7 @@ class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
     """A `SynchronizedBatchNorm` and `torch.nn.BatchNorm3d`, for ``(N, C, D, H, W)``."""
 
 
-SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {  # by the classes of torch
+SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {  # class of torch -> synchronized class
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
     nn.BatchNorm2d: SynchronizedBatchNorm2d,
     nn.BatchNorm3d: SynchronizedBatchNorm3d,
