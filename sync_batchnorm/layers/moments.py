@@ -1,7 +1,7 @@
 """Mean and variance over all replicas, for norms of the user.
 
 The replicas exchange through the public pipes, and all arithmetic is differentiable operators of torch. So autograd
-derives the backward pass, also a second one, and needs no node of this library.
+derives the backward pass, also a second one.
 """
 
 import math
@@ -67,10 +67,11 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
                 "; leave the norm out of the checkpointed function"
             )
     devices = () if pipe is None else (input.device,)
-    return on_default_streams(devices, (input,), _exchanged, input, pipe, group)
+    return on_default_streams(devices, (input,), _exchange_moments, input, pipe, group)
 
 
-def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
+def _exchange_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
+    """Merge the moments of this input with other processes, or else with the replicas of `pipe`."""
     values, dims = input.to(statistics_dtype(input.dtype)), reduced_dims(input)
     count = input.shape[0] * math.prod(input.shape[2:])
     var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
@@ -79,8 +80,8 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
         sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))
         total = sums[-1].clamp(min=1)
         deviations = mean - sums[:-1] / total
-        spread = peers.all_reduced((var + deviations * deviations) * count)
-        mean, var, count = sums[:-1] / total, spread / total, int(sums[-1])
+        squares = peers.all_reduced((var + deviations * deviations) * count)
+        mean, var, count = sums[:-1] / total, squares / total, int(sums[-1])
     message = torch.stack((mean, var)), count, input.shape
     if pipe is None:
         ((_, moments),) = _merge_and_answer([(None, message)])
@@ -97,6 +98,7 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
 
 
 def _merge_and_answer(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
+    """Merge the moments on the first device, and move the result to the device of each message."""
     mean_vars = [mean_var for _, (mean_var, _, _) in messages]
     counts = [elements for _, (_, elements, _) in messages]
     count = sum(counts)
