@@ -1,4 +1,8 @@
-"""Whether every batch norm of a model synchronizes, and if not, why."""
+"""Checks that all batch norms of a model synchronize, from its modules alone.
+
+Nothing runs: the classes, modes and wrappers of the layers decide. The first reason that applies is reported, with the
+names of all layers that share it.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -11,12 +15,12 @@ from ..messages import check_module, check_number
 from ..processes import active_group
 from ..torch_private import BatchNormBase
 from ..wrapper import DataParallelWithCallback, _ReplicationMixin
-from .conversion import NOT_REGISTERED, Modules, reason_not_converted, unregistered
+from .conversion import NOT_REGISTERED, Modules, reason_not_converted, unregistered_norms
 from .layer import _SynchronizedBatchNorm
 
 __all__ = ["assert_synchronized"]
 
-Wrappers = Mapping[DataParallel[Any], set[nn.Module]]  # and all modules inside
+Wrappers = Mapping[DataParallel[Any], set[nn.Module]]  # each with all modules inside it
 
 
 def assert_synchronized(
@@ -50,8 +54,8 @@ def assert_synchronized(
     _check_ignore(ignore, norms)
     ignored = tuple(entry for entry in ignore if isinstance(entry, type))
     layers = {name: layer for name, layer in norms.items() if name not in ignore and not isinstance(layer, ignored)}
-    problems: dict[str, list[str]] = {}  # the names of layers, by the reason
-    for name, why in _unsynchronized(layers, modules, replicas or 1):
+    problems: dict[str, list[str]] = {}  # reason -> names of layers
+    for name, why in _find_unsynchronized(layers, modules, replicas or 1):
         problems.setdefault(why, []).append(name)
     if not norms and not problems:
         raise RuntimeError(
@@ -67,39 +71,39 @@ def assert_synchronized(
 
 
 def _check_ignore(ignore: Any, norms: Collection[str]) -> None:
-    are_right = not isinstance(ignore, str) and all(isinstance(entry, (type, str)) for entry in ignore)
-    if not are_right:
+    """Raise an error unless `ignore` holds classes and names of norms."""
+    if isinstance(ignore, str) or not all(isinstance(entry, (type, str)) for entry in ignore):
         raise TypeError(f"expected ignore as a list of classes and names of norms, but got {ignore!r}")
-    if others := [entry for entry in ignore if isinstance(entry, str) and entry not in norms]:
-        what_to_do = "name each norm itself, as the error without ignore does"
-        raise ValueError(f"expected ignore to name batch norms, but got {others}; {what_to_do}")
+    if unknown := [entry for entry in ignore if isinstance(entry, str) and entry not in norms]:
+        remedy = "name each norm itself, as the error without ignore does"
+        raise ValueError(f"expected ignore to name batch norms, but got {unknown}; {remedy}")
 
 
 def _is_norm_to_check(module: nn.Module) -> bool:
-    """Return whether a module is a batch norm, or one that `convert_model` would name in a warning."""
+    """Return whether a module is a batch norm of torch, or `convert_model` would warn about it."""
     is_connected = hasattr(module, "__data_parallel_replicate__")  # a norm of the user's own
     return isinstance(module, BatchNormBase) or (reason_not_converted(module, {}) is not None and not is_connected)
 
 
-def _unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, replicas: int) -> Iterator[tuple[str, str]]:
-    """Yield the name of each layer that would not synchronize, and of attributes with such layers, with the reason."""
+def _find_unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, replicas: int) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) for each unsynchronized layer, and for each attribute with unregistered layers."""
     wrappers = {module: set(module.modules()) for _, module in modules if isinstance(module, DataParallel)}
     for name, layer in layers.items():
-        if why := _why_unsynchronized(layer, wrappers, modules, replicas):
+        if why := _reason_unsynchronized(layer, wrappers, modules, replicas):
             yield f"{name or 'the model itself'} ({type(layer).__name__})", why
-    for name, number in Counter(name for name, _ in unregistered(modules)).items():
+    for name, number in Counter(name for name, _ in unregistered_norms(modules)).items():
         yield f"{name} ({number} BatchNorm {'layer' if number == 1 else 'layers'})", NOT_REGISTERED
 
 
-def _why_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, replicas: int) -> str | None:
-    """Return why a layer of a model with these wrappers would not synchronize, and what to do; None if it would."""
-    around = {wrapper: inside for wrapper, inside in wrappers.items() if layer in inside}
-    is_outside = bool(wrappers) and not around
+def _reason_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, replicas: int) -> str | None:
+    """Return why a layer would not synchronize, and the remedy; None if it would. `wrappers`: all of the model."""
+    enclosing = {wrapper: inside for wrapper, inside in wrappers.items() if layer in inside}
+    is_outside = bool(wrappers) and not enclosing
     if isinstance(layer, _SynchronizedBatchNorm):
-        return _why_in_eval(layer, around, modules) or _why_alone(layer, around, is_outside, replicas)
+        return _reason_in_eval(layer, enclosing, modules) or _reason_alone(layer, enclosing, is_outside, replicas)
     if is_outside and active_group(None) is None:
-        return None  # It gets the whole batch, since only wrappers make replicas.
-    if isinstance(layer, BatchNormBase) and (reason := _why_in_eval(layer, around, modules)):
+        return None  # Only wrappers split the batch, so it gets the whole one.
+    if isinstance(layer, BatchNormBase) and (reason := _reason_in_eval(layer, enclosing, modules)):
         return reason
     if reason := reason_not_converted(layer, {}):
         alone = f"; for (1), pass ignore=[{type(layer).__name__}]"
@@ -109,7 +113,9 @@ def _why_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, 
     return "it is not synchronized; call convert_model(model)"
 
 
-def _why_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) -> str | None:
+def _reason_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) -> str | None:
+    """Return why a layer would use its running statistics; None if it would not."""
+    # Without running statistics, replicas synchronize in eval mode, too.
     if layer.training or (wrappers and layer.running_mean is layer.running_var is None):
         return None
     for name, module in modules:
@@ -118,12 +124,13 @@ def _why_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) -> 
                 f"it is in eval mode, and {name or 'the model itself'} has a train() of its own "
                 f"({type(module).__name__}); if that freezes it on purpose, name it in ignore; if not, change train()"
             )
-    is_plain = not isinstance(layer, _SynchronizedBatchNorm)  # as in a teacher, which is never trained
+    is_plain = not isinstance(layer, _SynchronizedBatchNorm)  # for example in a teacher, always in eval mode
     remedy = "name it in ignore" if is_plain else "call assert_synchronized before you freeze it"
     return f"it is in eval mode; call model.train(), or, if it is frozen on purpose, {remedy}"
 
 
-def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bool, replicas: int) -> str | None:
+def _reason_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bool, replicas: int) -> str | None:
+    """Return why a layer would not exchange with `replicas` replicas, or not with all of its wrapper; or None."""
     for wrapper in wrappers:
         if not isinstance(wrapper, _ReplicationMixin):
             return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
@@ -135,7 +142,7 @@ def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bo
                 "wrap the model with DataParallelWithCallback"
             )
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
-    # Of nested wrappers, the outermost makes the replicas. A layer may also be in several wrappers that are not nested.
+    # The outermost of nested wrappers makes the replicas. Separate wrappers may also share a layer.
     inside = [modules - {wrapper} for wrapper, modules in wrappers.items()]
     outermost = [wrapper for wrapper in wrappers if not any(wrapper in modules for modules in inside)]
     numbers: dict[int, Any] = {len(wrapper.device_ids) or 1: wrapper for wrapper in outermost} or {1: None}
@@ -145,11 +152,8 @@ def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bo
         if isinstance(numbers[number], DataParallelWithCallback):
             how = f'as in DataParallelWithCallback(wrapper.module, ["cpu"] * {replicas})'
         return f"its wrapper makes {number} of {replicas} replicas; name more devices, {how}"
-    return _why_in_groups(layer.group_size, max(numbers))
-
-
-def _why_in_groups(group_size: int | None, number: int) -> str | None:
-    size = group_size or number
+    number = max(numbers)
+    size = layer.group_size or number
     groups = [list(range(first, min(first + size, number))) for first in range(0, number, size)]
     if len(groups) == 1:
         return None
