@@ -44,11 +44,10 @@ SECTIONS = ("Example", "Args", "Shape", "Returns", "Raises", "Warns")
 INTRODUCTION = """\
 # Reference
 
-All public names of `sync_batchnorm`, except those kept for [older code](migrating.md#from-a-copied-folder). Anything
-else may change without notice. In shapes, `N` is the number of samples, `C` of channels, and `+` stands for any number
-of further dimensions.
+All public names of `sync_batchnorm`, except those kept for [older code](migrating.md#from-a-copied-folder). Everything
+else may change without notice. In shapes, `N` counts samples, `C` channels, and `+` stands for further dimensions.
 
-The examples begin with:
+Examples begin with:
 
 ```python
 import torch

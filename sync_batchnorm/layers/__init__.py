@@ -1,4 +1,4 @@
-"""The synchronized layers, conversion to them and back, `assert_synchronized`, and what norms of one's own need."""
+"""The synchronized layers, conversion to them and back, `assert_synchronized`, and moments for norms of the user."""
 
 from .conversion import reason_not_converted as reason_not_converted
 from .layer import SynchronizedBatchNorm, SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d  # noqa: F401 - for pickles

@@ -1,4 +1,8 @@
-"""Whether every batch norm of a model synchronizes, and if not, why."""
+"""Checks that all batch norms of a model synchronize, from its modules alone.
+
+Nothing runs: the classes, modes and wrappers of the layers decide. The first reason that applies is reported, with the
+names of all layers that share it.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -11,40 +15,37 @@ from ..messages import check_module, check_number
 from ..processes import active_group
 from ..torch_private import BatchNormBase
 from ..wrapper import DataParallelWithCallback, _ReplicationMixin
-from .conversion import NOT_REGISTERED, Modules, reason_not_converted, unregistered
+from .conversion import NOT_REGISTERED, Modules, reason_not_converted, unregistered_norms
 from .layer import _SynchronizedBatchNorm
 
 __all__ = ["assert_synchronized"]
 
-Wrappers = Mapping[DataParallel[Any], set[nn.Module]]  # and all modules inside
+Wrappers = Mapping[DataParallel[Any], set[nn.Module]]  # each with all modules inside it
 
 
 def assert_synchronized(
     model: nn.Module, *, replicas: int | None = None, ignore: Collection[type[nn.Module] | str] = ()
 ) -> None:
-    """Raise an error if a batch norm among the modules of `model` is not converted, not connected, or in eval mode.
+    """Raise an error unless all batch norms of `model` are converted, connected and in training mode.
 
-    Call it on the wrapped model, in training mode, and before you freeze layers: the error also names layers that are
-    in eval mode on purpose, see "Freezing layers" on the page "Usage". A wrapper of one device is fine: one replica has
-    the whole batch. So has a norm outside every wrapper: a plain one is left out, a converted one needs `ignore`,
-    unless processes exchange. It runs nothing: what a `forward` of yours computes, `assert_matches_one_device`
-    compares.
+    Call it on the wrapped model, in training mode, before you freeze layers, see "Freezing layers" on the page "Usage".
+    It runs nothing; `assert_matches_one_device` compares results. A wrapper of one device passes, and so does a plain
+    norm outside every wrapper: each gets the whole batch. A converted norm outside needs `ignore`, unless processes
+    exchange.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))
 
     Args:
-        model: the wrapper, or whatever contains it.
-        replicas: the minimum number of replicas that a wrapper must make of a large batch; None for any.
-        ignore: classes and names of norms that are left out, as those that normalize each sample alone (AdaIN) or that
-            are frozen on purpose.
+        model: the wrapper, or any module around it.
+        replicas: how many replicas a wrapper must make of a large batch, at least; None: any number.
+        ignore: classes and names of norms to skip, such as norms of single samples (AdaIN) or frozen ones.
 
     Raises:
         TypeError, ValueError: for bad arguments.
-        RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
-            would not synchronize, what has the code of one, and lists, tuples and dicts in attributes with layers that
-            are no submodules, with the reason for each; or if the model has no such layer. See "Training that is not
-            synchronized" on the page "Troubleshooting".
+        RuntimeError: with names and reasons, if a `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm`, synchronized
+            layer, or class with the code of one would not synchronize; if a plain list, tuple or dict holds BatchNorm
+            layers; or if the model has none. See "Training that is not synchronized" on the page "Troubleshooting".
     """
     check_module(model)
     check_number("replicas", replicas)
@@ -53,8 +54,8 @@ def assert_synchronized(
     _check_ignore(ignore, norms)
     ignored = tuple(entry for entry in ignore if isinstance(entry, type))
     layers = {name: layer for name, layer in norms.items() if name not in ignore and not isinstance(layer, ignored)}
-    problems: dict[str, list[str]] = {}  # the names of layers, by the reason
-    for name, why in _unsynchronized(layers, modules, replicas or 1):
+    problems: dict[str, list[str]] = {}  # reason -> names of layers
+    for name, why in _find_unsynchronized(layers, modules, replicas or 1):
         problems.setdefault(why, []).append(name)
     if not norms and not problems:
         raise RuntimeError(
@@ -70,39 +71,39 @@ def assert_synchronized(
 
 
 def _check_ignore(ignore: Any, norms: Collection[str]) -> None:
-    are_right = not isinstance(ignore, str) and all(isinstance(entry, (type, str)) for entry in ignore)
-    if not are_right:
+    """Raise an error unless `ignore` holds classes and names of norms."""
+    if isinstance(ignore, str) or not all(isinstance(entry, (type, str)) for entry in ignore):
         raise TypeError(f"expected ignore as a list of classes and names of norms, but got {ignore!r}")
-    if others := [entry for entry in ignore if isinstance(entry, str) and entry not in norms]:
-        what_to_do = "name each norm itself, as the error without ignore does"
-        raise ValueError(f"expected ignore to name batch norms, but got {others}; {what_to_do}")
+    if unknown := [entry for entry in ignore if isinstance(entry, str) and entry not in norms]:
+        remedy = "name each norm itself, as the error without ignore does"
+        raise ValueError(f"expected ignore to name batch norms, but got {unknown}; {remedy}")
 
 
 def _is_norm_to_check(module: nn.Module) -> bool:
-    """Return whether a module is a batch norm, or one that `convert_model` would name in a warning."""
+    """Return whether a module is a batch norm of torch, or `convert_model` would warn about it."""
     is_connected = hasattr(module, "__data_parallel_replicate__")  # a norm of the user's own
     return isinstance(module, BatchNormBase) or (reason_not_converted(module, {}) is not None and not is_connected)
 
 
-def _unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, replicas: int) -> Iterator[tuple[str, str]]:
-    """Yield the name of each layer that would not synchronize, and of attributes with such layers, with the reason."""
+def _find_unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, replicas: int) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) for each unsynchronized layer, and for each attribute with unregistered layers."""
     wrappers = {module: set(module.modules()) for _, module in modules if isinstance(module, DataParallel)}
     for name, layer in layers.items():
-        if why := _why_unsynchronized(layer, wrappers, modules, replicas):
+        if why := _reason_unsynchronized(layer, wrappers, modules, replicas):
             yield f"{name or 'the model itself'} ({type(layer).__name__})", why
-    for name, number in Counter(name for name, _ in unregistered(modules)).items():
+    for name, number in Counter(name for name, _ in unregistered_norms(modules)).items():
         yield f"{name} ({number} BatchNorm {'layer' if number == 1 else 'layers'})", NOT_REGISTERED
 
 
-def _why_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, replicas: int) -> str | None:
-    """Return why a layer of a model with these wrappers would not synchronize, and what to do; None if it would."""
-    around = {wrapper: inside for wrapper, inside in wrappers.items() if layer in inside}
-    is_outside = bool(wrappers) and not around
+def _reason_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, replicas: int) -> str | None:
+    """Return why a layer would not synchronize, and the remedy; None if it would. `wrappers`: all of the model."""
+    enclosing = {wrapper: inside for wrapper, inside in wrappers.items() if layer in inside}
+    is_outside = bool(wrappers) and not enclosing
     if isinstance(layer, _SynchronizedBatchNorm):
-        return _why_in_eval(layer, around, modules) or _why_alone(layer, around, is_outside, replicas)
+        return _reason_in_eval(layer, enclosing, modules) or _reason_alone(layer, enclosing, is_outside, replicas)
     if is_outside and active_group(None) is None:
-        return None  # It gets the whole batch, since only wrappers make replicas.
-    if isinstance(layer, BatchNormBase) and (reason := _why_in_eval(layer, around, modules)):
+        return None  # Only wrappers split the batch, so it gets the whole one.
+    if isinstance(layer, BatchNormBase) and (reason := _reason_in_eval(layer, enclosing, modules)):
         return reason
     if reason := reason_not_converted(layer, {}):
         alone = f"; for (1), pass ignore=[{type(layer).__name__}]"
@@ -112,7 +113,9 @@ def _why_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, 
     return "it is not synchronized; call convert_model(model)"
 
 
-def _why_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) -> str | None:
+def _reason_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) -> str | None:
+    """Return why a layer would use its running statistics; None if it would not."""
+    # Without running statistics, replicas synchronize in eval mode, too.
     if layer.training or (wrappers and layer.running_mean is layer.running_var is None):
         return None
     for name, module in modules:
@@ -121,12 +124,13 @@ def _why_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) -> 
                 f"it is in eval mode, and {name or 'the model itself'} has a train() of its own "
                 f"({type(module).__name__}); if that freezes it on purpose, name it in ignore; if not, change train()"
             )
-    is_plain = not isinstance(layer, _SynchronizedBatchNorm)  # as in a teacher, which is never trained
+    is_plain = not isinstance(layer, _SynchronizedBatchNorm)  # for example in a teacher, always in eval mode
     remedy = "name it in ignore" if is_plain else "call assert_synchronized before you freeze it"
     return f"it is in eval mode; call model.train(), or, if it is frozen on purpose, {remedy}"
 
 
-def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bool, replicas: int) -> str | None:
+def _reason_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bool, replicas: int) -> str | None:
+    """Return why a layer would not exchange with `replicas` replicas, or not with all of its wrapper; or None."""
     for wrapper in wrappers:
         if not isinstance(wrapper, _ReplicationMixin):
             return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
@@ -138,7 +142,7 @@ def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bo
                 "wrap the model with DataParallelWithCallback"
             )
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
-    # Of nested wrappers, the outermost makes the replicas. A layer may also be in several wrappers that are not nested.
+    # The outermost of nested wrappers makes the replicas. Separate wrappers may also share a layer.
     inside = [modules - {wrapper} for wrapper, modules in wrappers.items()]
     outermost = [wrapper for wrapper in wrappers if not any(wrapper in modules for modules in inside)]
     numbers: dict[int, Any] = {len(wrapper.device_ids) or 1: wrapper for wrapper in outermost} or {1: None}
@@ -148,11 +152,8 @@ def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bo
         if isinstance(numbers[number], DataParallelWithCallback):
             how = f'as in DataParallelWithCallback(wrapper.module, ["cpu"] * {replicas})'
         return f"its wrapper makes {number} of {replicas} replicas; name more devices, {how}"
-    return _why_in_groups(layer.group_size, max(numbers))
-
-
-def _why_in_groups(group_size: int | None, number: int) -> str | None:
-    size = group_size or number
+    number = max(numbers)
+    size = layer.group_size or number
     groups = [list(range(first, min(first + size, number))) for first in range(0, number, size)]
     if len(groups) == 1:
         return None

@@ -1,8 +1,10 @@
 """Converts a model to synchronized layers, and back.
 
-A layer stays the same object; only its class changes, which `object.__setattr__` sets, since a layer may redirect its
-own. So every reference to the layer, or to its parameters and buffers, stays valid. What cannot be converted is left as
-it is, and `reason_not_converted` says why.
+The obvious way builds a new layer and replaces the old one in its parent. But hooks, shared layers, stored methods and
+other references would still belong to the old layer. So a layer stays the same object, and only its class changes. It
+is set by `object.__setattr__`, because the class may define another `__setattr__`.
+
+A layer with another computation stays as it is, and `reason_not_converted` returns the reason and the remedy.
 """
 
 import functools
@@ -26,16 +28,16 @@ from .layer import SYNCHRONIZED, SynchronizedBatchNorm, SynchronizedBatchNorm2d,
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-Modules = Sequence[tuple[str, nn.Module]]  # all of a model, with their names
-Classes = Mapping[type[nn.Module], type[nn.Module]]  # synchronized classes, by the classes that they replace
+Modules = Sequence[tuple[str, nn.Module]]  # all modules of a model, with their names
+Classes = Mapping[type[nn.Module], type[nn.Module]]  # class -> synchronized class
 
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {synced: plain for plain, synced in SYNCHRONIZED.items()}
 _PLAIN[DataParallelWithCallback] = nn.DataParallel
-# What a synchronized layer has beyond a plain one: methods, options, and what conversion and callbacks set on it.
+# Attributes of synchronized layers only: methods, options, and values set by conversion and callbacks.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
-# A class that has its own version of one of these cannot be swapped for another one.
+# A class with another version of one of these methods cannot be swapped.
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
-_InstanceNorm: Any = nn.InstanceNorm1d.__base__  # the class of all instance norms, which has no public name
+_InstanceNorm: Any = nn.InstanceNorm1d.__base__  # the private base class of all instance norms
 NOT_REGISTERED = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
 
 
@@ -47,14 +49,13 @@ def convert_model(
     group_size: int | None = None,
     process_group: Any = None,
 ) -> ModuleT:
-    """Make the BatchNorm layers of `module` synchronized, in place, and return `module`.
+    """Synchronize the BatchNorm layers of `module` in place, and return `module`.
 
-    `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, and `torch.nn.SyncBatchNorm` becomes
-    `SynchronizedBatchNorm`. A subclass that keeps the `forward` of torch, and timm's `BatchNormAct2d`, become
-    synchronized subclasses of themselves. `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes
-    change, and stored methods of the layers: modules, parameters, buffers and hooks are the same objects as before, so
-    an optimizer that has the parameters keeps working. Layers that are already synchronized keep their options.
-    `revert_model` undoes this.
+    `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` becomes
+    `SynchronizedBatchNorm`, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Subclasses with torch's
+    `forward`, and timm's `BatchNormAct2d`, become synchronized subclasses of themselves. Only classes and stored
+    methods change: modules, parameters, buffers and hooks stay the same objects, also for an existing optimizer.
+    Synchronized layers keep their options. `revert_model` undoes this.
 
     Example:
         >>> model = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
@@ -63,47 +64,44 @@ def convert_model(
 
     Args:
         module: the model, or a single layer.
-        classes: for a class of yours, not its subclasses, that computes more than a BatchNorm or has the code of one,
-            the synchronized class that replaces it, such as ``class SynchronizedNormAct(NormAct,
-            SynchronizedBatchNorm2d): pass`` if `NormAct` gets the norm of torch by ``super().forward(input)``. See
-            "Classes of your own" on the page "Usage".
-        eps_mode, group_size, process_group: options of the converted layers, see `SynchronizedBatchNorm`; without a
-            `process_group`, a `torch.nn.SyncBatchNorm` keeps its own.
+        classes: synchronized classes by the classes of yours that they replace (without subclasses), for a class with a
+            `forward` of its own. See "Classes of your own" on the page "Usage".
+        eps_mode, group_size, process_group: as of `SynchronizedBatchNorm`, for converted layers. A
+            `torch.nn.SyncBatchNorm` keeps its own `process_group` if none is given.
 
     Raises:
-        TypeError, ValueError: for bad options, before anything is changed. Also if a class in `classes` is not derived
-            from both the class that it replaces and a synchronized class, or if it has the `forward` of a synchronized
-            layer although the replaced class defines its own.
+        TypeError, ValueError: for bad options, before any change. A class in `classes` must be derived from the class
+            that it replaces and from a synchronized layer, and define `forward` if the replaced class does.
 
     Warns:
-        UserWarning: one warning that names the batch norms that were found and not converted, why, and what to do, see
-            "What is not converted" on the page "Migrating"; and one for each option that layers keep.
+        UserWarning: once, naming the batch norms that stay as they are, why, and what to do, see "What is not
+            converted" on the page "Migrating"; and once for each option that synchronized layers keep.
     """
     check_module(module)
     modules = list(module.named_modules())
     options = sync_options(eps_mode, group_size, process_group)
     classes = {} if classes is None else classes
     _check_classes(classes)
-    former = {child: type(child) for _, child in modules}
+    former_classes = {child: type(child) for _, child in modules}
     reasons = [(name, _convert(child, classes, options)) for name, child in modules]
     layers = {name: child for name, child in modules if isinstance(child, _SynchronizedBatchNorm)}
     names = tuple(name or "the module itself" for name in layers)
     for number, layer in enumerate(layers.values()):
         layer.__dict__.update(_sync_layer=(number, names))
-    _rebind_methods(modules, former)
-    in_lists = [name for name, layer in unregistered(modules) if not isinstance(layer, _SynchronizedBatchNorm)]
+    _rebind_methods(modules, former_classes)
+    in_lists = [name for name, layer in unregistered_norms(modules) if not isinstance(layer, _SynchronizedBatchNorm)]
     reasons += [(name, NOT_REGISTERED) for name in in_lists]
-    _warn_of(reasons, "convert_model left BatchNorm layers as they are, which do not synchronize")
-    _warn_of_kept_options(layers, options)
+    _warn_about(reasons, "convert_model left BatchNorm layers as they are, which do not synchronize")
+    _warn_about_kept_options(layers, options)
     return module
 
 
 def revert_model(module: ModuleT) -> ModuleT:
-    """Undo `convert_model` in place and return `module`, which then needs this library only if there is a warning.
+    """Undo `convert_model` in place, and return `module`.
 
-    Layers get back their former class, or the corresponding one of torch (`torch.nn.SyncBatchNorm` for
-    `SynchronizedBatchNorm`), and lose the options; so do layers that were built as synchronized ones. A `DataParallel`
-    keeps each accelerator once, and no CPU replicas.
+    All synchronized layers get their former class, or the corresponding one of torch, and lose their options. A
+    `DataParallel` keeps each accelerator once, and no CPU replicas. Without a warning, the model no longer needs this
+    library.
 
     Example:
         >>> model = revert_model(convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
@@ -111,56 +109,56 @@ def revert_model(module: ModuleT) -> ModuleT:
         'BatchNorm2d'
 
     Warns:
-        UserWarning: one warning that names every module which cannot be reverted, and why, such as one whose class is
-            derived from a class of this library.
+        UserWarning: once, naming the modules that cannot be reverted, such as those of your own subclasses of this
+            library's classes, and why.
     """
     check_module(module)
     modules = list(module.named_modules())
-    former = {child: type(child) for _, child in modules}
+    former_classes = {child: type(child) for _, child in modules}
     reasons = [(name, _revert(child)) for name, child in modules]
-    _rebind_methods(modules, former)
-    _warn_of(reasons, "revert_model left modules as they are, which need sync_batchnorm")
+    _rebind_methods(modules, former_classes)
+    _warn_about(reasons, "revert_model left modules as they are, which need sync_batchnorm")
     return module
 
 
-def _rebind_methods(modules: Modules, former: Mapping[nn.Module, type[nn.Module]]) -> None:
-    """Let methods that were stored, such as `self.norm = self.bn.forward`, be those of the layer's new class."""
+def _rebind_methods(modules: Modules, former_classes: Mapping[nn.Module, type[nn.Module]]) -> None:
+    """Replace stored methods, such as `self.norm = self.bn.forward`, by methods of the layer's new class."""
     for _, child in modules:
         attributes = vars(child)
         for holder in [attributes, *(value for value in attributes.values() if type(value) in (list, dict))]:
             for key, value in enumerate(holder) if isinstance(holder, list) else list(holder.items()):
                 if isinstance(value, (MethodType, functools.partial)):
-                    holder[key] = _reassigned(value, former)
+                    holder[key] = _rebind(value, former_classes)
 
 
-def _reassigned(value: Any, former: Mapping[nn.Module, type[nn.Module]]) -> Any:
-    """Return a method, or a partial of one, with that of the layer's new class; others as they are."""
+def _rebind(value: Any, former_classes: Mapping[nn.Module, type[nn.Module]]) -> Any:
+    """Return a method of a converted layer, or a partial of it, from the new class; other values unchanged."""
     if isinstance(value, functools.partial):
-        function = _reassigned(value.func, former)
+        function = _rebind(value.func, former_classes)
         return value if function is value.func else functools.partial(function, *value.args, **value.keywords)
     layer = value.__self__ if isinstance(value, MethodType) else None
-    if not isinstance(layer, nn.Module) or type(layer) is former.get(layer, type(layer)):
+    if not isinstance(layer, nn.Module) or type(layer) is former_classes.get(layer, type(layer)):
         return value
     name = getattr(value.__func__, "__name__", "")  # a partial has none
-    return getattr(layer, name) if value.__func__ is getattr(former[layer], name, None) else value
+    return getattr(layer, name) if value.__func__ is getattr(former_classes[layer], name, None) else value
 
 
-def _warn_of(reasons: Iterable[tuple[str, str | None]], text: str) -> None:
-    """Issue one warning of the modules that were left for a reason, by name; some names are of several layers."""
-    left: dict[str, Counter[str]] = {}
+def _warn_about(reasons: Iterable[tuple[str, str | None]], text: str) -> None:
+    """Issue one warning with the names of modules by reason. A name may stand for several layers."""
+    by_reason: dict[str, Counter[str]] = {}
     for name, reason in reasons:
         if reason is not None:
-            left.setdefault(reason, Counter())[name or "(the module itself)"] += 1
-    if left:
+            by_reason.setdefault(reason, Counter())[name or "(the module itself)"] += 1
+    if by_reason:
         lines = []
-        for reason, counts in left.items():
+        for reason, counts in by_reason.items():
             names = [name if number == 1 else f"{name} ({number} layers)" for name, number in counts.items()]
             lines.append(f"\n- {', '.join(names)}: {reason}")
-        warn(f"{text}, {sum(map(Counter.total, left.values()))} in all:{''.join(lines)}")
+        warn(f"{text}, {sum(map(Counter.total, by_reason.values()))} in all:{''.join(lines)}")
 
 
-def _warn_of_kept_options(layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
-    """Warn of layers that were synchronized before, with other options than those that were passed."""
+def _warn_about_kept_options(layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
+    """Warn about layers that were synchronized before, with other options."""
     for option, value in options.items():
         if names := [name or "the module itself" for name, layer in layers.items() if getattr(layer, option) != value]:
             warn(
@@ -170,7 +168,7 @@ def _warn_of_kept_options(layers: Mapping[str, nn.Module], options: Mapping[str,
 
 
 def _check_classes(classes: Classes) -> None:
-    """Raise a `TypeError` for a class that cannot stand for another one, before anything is changed."""
+    """Raise a `TypeError` for a class that cannot replace another one, before any change."""
     if not isinstance(classes, Mapping):
         raise TypeError(
             f"expected classes as a dict from your classes to synchronized ones, but got {classes!r}; pass for example "
@@ -191,14 +189,14 @@ def _check_classes(classes: Classes) -> None:
 
 
 def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str | None:
-    """Convert one module, unless it is synchronized already or no batch norm; return why if it cannot be converted."""
+    """Convert one unsynchronized batch norm or wrapper, no other module; return the reason if that is impossible."""
     cls: Any = type(layer)
     if isinstance(layer, nn.DataParallel):
         patch(layer)
     reason = reason_not_converted(layer, classes)
-    if reason is not None or not _is_left_to_convert(layer, classes):
+    if reason is not None or not _needs_conversion(layer, classes):
         return reason
-    base: Any = _SynchronizedAct if _is_of_timm(cls) else _kind_of(cls) or _SynchronizedBatchNorm
+    base: Any = _SynchronizedAct if _is_timm_act(cls) else _synchronized_base(cls) or _SynchronizedBatchNorm
     synced = classes.get(cls) or SYNCHRONIZED.get(cls) or derived_class(cls, base)
     object.__setattr__(layer, "__class__", synced)
     if "process_group" in options and cls is nn.SyncBatchNorm:
@@ -210,14 +208,14 @@ def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str
 
 
 class _SynchronizedAct(SynchronizedBatchNorm2d):
-    """The base of the class that replaces timm's."""
+    """Base of the synchronized class of timm's `BatchNormAct2d`."""
 
     def forward(self, input: Tensor) -> Any:
         return self.act(self.drop(super().forward(input)))  # type: ignore[operator]
 
 
 def _revert(module: nn.Module) -> str | None:
-    """Give a module its former class, if it has one of this library; return why if that is not possible."""
+    """Restore the former class of a module of this library; return the reason if that is impossible."""
     if not isinstance(module, (_SynchronizedBatchNorm, _ReplicationMixin)):
         return None
     cls, state = type(module), module.__dict__
@@ -240,12 +238,12 @@ def _revert(module: nn.Module) -> str | None:
 
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
-    """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open, for building a model.
+    """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open.
 
-    Every new layer is converted as by `convert_model`, even in code with ``from torch.nn import BatchNorm2d``, in the
-    whole process. ``nn.LazyBatchNorm1d/2d/3d`` and `torch.nn.SyncBatchNorm` stay. If the code that builds the model
-    checks ``type(layer)`` or sets the `forward` of a layer, convert the finished model instead. Contexts may be nested,
-    but only one thread at a time may open them.
+    In the whole process, each new layer is converted as by `convert_model`, even in code with ``from torch.nn import
+    BatchNorm2d``. ``nn.LazyBatchNorm1d/2d/3d`` and `torch.nn.SyncBatchNorm` stay. If the code that builds the model
+    checks ``type(layer)`` or sets a layer's `forward`, convert the finished model instead. Contexts may be nested; only
+    one thread at a time may open them.
 
     Example:
         >>> with patch_sync_batchnorm():
@@ -254,14 +252,14 @@ def patch_sync_batchnorm() -> Iterator[None]:
         'SynchronizedBatchNorm2d'
 
     Warns:
-        UserWarning: where a layer is built that cannot be converted; it says why.
+        UserWarning: if a new layer cannot be converted, and why.
     """
     init, is_open = BatchNormBase.__init__, True
 
     @functools.wraps(init)
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # A class that was derived while a context was open keeps this function, which does nothing after that.
+        # Classes derived while the context is open keep this function. It must do nothing once the context is closed.
         if is_open and not isinstance(self, nn.SyncBatchNorm) and (reason := _convert(self, {}, {})):
             warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 
@@ -273,20 +271,20 @@ def patch_sync_batchnorm() -> Iterator[None]:
 
 
 def reason_not_converted(layer: nn.Module, classes: Classes) -> str | None:
-    """Return why a batch norm that does not synchronize cannot be converted, and what to do; None for all others."""
+    """Return why an unsynchronized batch norm cannot be converted, and the remedy; None for other modules."""
     cls = type(layer)
     if isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name:
         return f"{layer.original_name} is compiled by TorchScript; convert the model that was compiled instead"
-    if not _is_left_to_convert(layer, classes):
+    if not _needs_conversion(layer, classes):
         return None
-    reason = _reason_to_leave(layer, cls in classes or _is_of_timm(cls))
+    reason = _reason_of_layer(layer, cls in classes or _is_timm_act(cls))
     return None if reason is None else f"{cls.__name__} {reason}"
 
 
-def _is_left_to_convert(layer: nn.Module, classes: Classes) -> bool:
-    """Return whether a module is to be converted: of one of these classes, or a batch norm that does not synchronize.
+def _needs_conversion(layer: nn.Module, classes: Classes) -> bool:
+    """Return whether a module is an unsynchronized batch norm, or an instance of one of these classes.
 
-    A batch norm is one of torch, or looks like one by its attributes and is not frozen.
+    Other classes count as batch norms by their attributes. A frozen norm does not count: its weight is a buffer.
     """
     names = layer._buffers.keys() | vars(layer).keys()
     has_attributes = {"num_features", "running_mean", "running_var"} <= names and "weight" not in layer._buffers
@@ -295,11 +293,11 @@ def _is_left_to_convert(layer: nn.Module, classes: Classes) -> bool:
     return type(layer) in classes or (is_batch_norm and not isinstance(layer, _SynchronizedBatchNorm))
 
 
-def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
-    """Return why a layer cannot be converted, or None; `has_class`: whether a synchronized class replaces its class."""
+def _reason_of_layer(layer: nn.Module, has_class: bool) -> str | None:
+    """Return why a layer cannot be converted, or None. `has_class`: a synchronized class for its class exists."""
     cls = type(layer)
     if isinstance(layer, LazyModuleMixin):
-        # Even if a state dict has given it its parameters: its first forward changes its class.
+        # Its first forward pass changes its class, even if a state dict has filled its parameters.
         return "is lazy and has seen no input; run one batch through the model in eval mode, then convert it"
     if is_parametrized(layer):
         return "is parametrized; convert the model before its layers are parametrized"
@@ -310,20 +308,20 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     base = nn.SyncBatchNorm if cls is nn.SyncBatchNorm else BatchNormBase
     method = next((name for name in _COMPUTES if getattr(cls, name) is not getattr(base, name)), None)
     if method is not None and not has_class:
-        return _reason_to_leave_class(cls, method)
+        return _reason_of_class(cls, method)
     expected = {"process_group"} if cls is nn.SyncBatchNorm else set()
     if clashes := sorted(name for name in _RESERVED - expected if hasattr(cls, name) or hasattr(layer, name)):
         return f"has a {clashes[0]} of its own, a name that synchronized layers need; rename it"
     return None
 
 
-def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
-    """Return why the layers of a class with that method of its own cannot be converted, and what to do about it."""
+def _reason_of_class(cls: type[nn.Module], method: str) -> str:
+    """Return why a class that overrides `method` cannot be converted, and the remedy."""
     if issubclass(cls, nn.SyncBatchNorm):
         return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
-    name, kind = cls.__name__, (_kind_of(cls) or SynchronizedBatchNorm).__name__
+    name, kind = cls.__name__, (_synchronized_base(cls) or SynchronizedBatchNorm).__name__
     synced = f"Synchronized{name}"
-    if synced == kind:  # a class of the user that has the name of torch's
+    if synced == kind:  # a user's class with the same name as torch's
         name, synced = f"{cls.__module__}.{name}", f"My{kind}"
     write = f"write class {synced}({name}, {kind})"
     call = f'call convert_model(model, classes={{{name}: {synced}}}), see "Classes of your own"'
@@ -336,32 +334,32 @@ def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
     )
 
 
-def _is_of_timm(cls: type[nn.Module]) -> bool:
-    """Return whether a class is timm's batch norm with an activation, which has a synchronized class here."""
+def _is_timm_act(cls: type[nn.Module]) -> bool:
+    """Return whether a class is timm's batch norm with an activation, replaced by `_SynchronizedAct`."""
     return (cls.__module__, cls.__name__) == ("timm.layers.norm_act", "BatchNormAct2d")
 
 
-def _kind_of(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:
-    """Return the synchronized class for that class of torch which `cls` is derived from, or None."""
+def _synchronized_base(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:
+    """Return the synchronized class for the nearest base class of torch, or None."""
     return next((SYNCHRONIZED[base] for base in cls.__mro__ if base in SYNCHRONIZED), None)
 
 
-def unregistered(modules: Modules) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the batch norms in lists, tuples and dicts, which torch does not register, by the names of attributes."""
+def unregistered_norms(modules: Modules) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (attribute path, layer) for batch norms in plain lists, tuples and dicts, unknown to torch."""
     registered = {child for _, child in modules}
     for name, child in modules:
         for attribute, value in vars(child).items():
             if attribute == "_modules" or not isinstance(value, (list, tuple, dict)):
                 continue
-            for layer in {layer for held in _held(value) for layer in held.modules()} - registered:
+            for layer in {layer for held in _modules_in(value) for layer in held.modules()} - registered:
                 if isinstance(layer, BatchNormBase):
                     yield f"{name}.{attribute}".strip("."), layer
 
 
-def _held(container: Any) -> Iterator[nn.Module]:
-    """Yield the modules in a list, tuple or dict, and in those inside."""
+def _modules_in(container: Any) -> Iterator[nn.Module]:
+    """Yield the modules in a list, tuple or dict, also in nested ones."""
     containers, known = [container], {id(container)}
-    for held in containers:  # which grows
+    for held in containers:  # This list grows in the loop.
         for item in held.values() if isinstance(held, dict) else held:
             if isinstance(item, nn.Module):
                 yield item

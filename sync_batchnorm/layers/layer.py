@@ -1,4 +1,8 @@
-"""The layers: their options, when they synchronize, and what they refuse."""
+"""The synchronized layers: options, connection of their replicas, and checks of a forward pass.
+
+A callback of the wrapper connects the copies of one layer before each forward pass of replicas. Without a connection, a
+layer exchanges with other processes, or behaves like its base class in torch.
+"""
 
 import weakref
 from collections.abc import Sequence
@@ -25,22 +29,20 @@ __all__ = [
     "set_sbn_eps_mode",
 ]
 
-_HALF = (torch.float16, torch.bfloat16)  # inputs of these dtypes may come with float32 parameters
+_HALF = (torch.float16, torch.bfloat16)  # Float32 parameters are valid for inputs of these dtypes.
 _default_eps_mode = "plus"
 
 
 def set_sbn_eps_mode(mode: str) -> None:
-    """Set, for the process, how layers whose `eps_mode` is None keep the variance away from zero.
-
-    See "Two rules for eps" on the page "Usage".
+    """Set the process-wide `eps_mode` of layers without one, see "Two rules for eps" on the page "Usage".
 
     Example:
         >>> set_sbn_eps_mode("clamp")
         >>> set_sbn_eps_mode("plus")  # back to the default
 
     Args:
-        mode: ``"plus"`` for ``1 / sqrt(var + eps)``, as torch does it, the default, or ``"clamp"`` for
-            ``1 / sqrt(max(var, eps))``, as older libraries of this design.
+        mode: ``"plus"`` for torch's ``1 / sqrt(var + eps)``, or ``"clamp"`` for ``1 / sqrt(max(var, eps))`` of older
+            libraries.
 
     Raises:
         TypeError, ValueError: for any other `mode`.
@@ -57,7 +59,7 @@ def _check_eps_mode(argument: str, mode: str) -> None:
 
 
 def sync_options(eps_mode: str | None, group_size: int | None, process_group: Any) -> dict[str, Any]:
-    """Return the options of a synchronized layer that are not None; raise an error for those that no layer can take."""
+    """Return the options that are not None; raise an error for invalid ones."""
     if eps_mode is not None:
         _check_eps_mode("eps_mode", eps_mode)
     check_number("group_size", group_size)
@@ -72,7 +74,7 @@ def sync_options(eps_mode: str | None, group_size: int | None, process_group: An
 
 
 class _SynchronizedBatchNorm(BatchNormBase):
-    """The base of all synchronized layers. The callback connects those of replicas; the user's module stays as it is.
+    """Base of all synchronized layers. The callback connects the copies in replicas, not the user's module.
 
     Class attributes are defaults for modules whose class was swapped; instances only store options that were passed.
     """
@@ -81,11 +83,11 @@ class _SynchronizedBatchNorm(BatchNormBase):
     group_size: int | None = None
     process_group: Any = None
     _sync_connection: Connection | None = None
-    _sync_layer: tuple[int, Sequence[str]] = (0, ())  # its number among those of its model, and the names of those
-    _former_class: type[nn.Module] | None = None  # of a layer converted by the `classes` of `convert_model`
-    _former_process_group: Any = None  # of an `nn.SyncBatchNorm` that was converted with another one
+    _sync_layer: tuple[int, Sequence[str]] = (0, ())  # index of its name, and names of all layers of the model
+    _former_class: type[nn.Module] | None = None  # before a conversion by `classes`
+    _former_process_group: Any = None  # before conversion of an `nn.SyncBatchNorm` to another group
 
-    _data_parallel_master = staticmethod(merge_replicas)  # a method of the older library, which its pickles name
+    _data_parallel_master = staticmethod(merge_replicas)  # pickles of the older library name this method
 
     def __init__(
         self,
@@ -107,29 +109,29 @@ class _SynchronizedBatchNorm(BatchNormBase):
         self.__dict__.update(sync_options(eps_mode, group_size, process_group))
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-        """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
+        """Connect this copy to its group: the first copy makes the `SyncMaster`, the others register with it."""
         is_master = copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0
         if is_master:
-            # Not by `CallbackContext.__setattr__`, which takes longer: a new master belongs to this forward pass.
+            # A new master belongs to this forward pass, so the slower `CallbackContext.__setattr__` is not needed.
             vars(ctx)["sync_master"] = SyncMaster(merge_replicas)
             vars(ctx)["master_device"] = getattr(self.running_mean, "device", None)
         pipe = ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id)
         of_replica = self._parameters if self.__dict__.get("_is_replica") else {}
         weight, bias = of_replica.get("weight"), of_replica.get("bias")
-        pools = getattr(ctx, "_sync_pools", None)  # The context of another package has none.
+        pools = getattr(ctx, "_sync_pools", None)  # missing in a context of another package
         self.__dict__["_sync_connection"] = Connection(pipe, copy_id, ctx.master_device, weight, bias, pools)
         if copy_id == 1 and self.training and self._active_group() is not None:
             raise RuntimeError(processes.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
 
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training or self.running_mean is self.running_var is None):
-            return BatchNormBase.forward(self, input)  # `super()` could be a user's class, see `convert_model`
+            return BatchNormBase.forward(self, input)  # `super()` may be a user's class
         if self._sync_connection is None:
             raise_foreign_layer(self)
-            # A process that evaluates alone would wait for ever.
+            # Processes exchange only in training mode: one that evaluates alone would wait forever.
             if not self.training or self._active_group() is None:
                 if getattr(self, "_is_replica", False):
-                    names = self._sync_layer[1]  # none of a layer that no conversion has seen
+                    names = self._sync_layer[1]  # empty unless `convert_model` saw the layer
                     which = f"{len(names)}, first: {names[0]!r}" if names else f"such as a {type(self).__name__}"
                     warn_once(
                         f"synchronized BatchNorm layers ({which}) run in replicas that are not connected: each "
@@ -146,7 +148,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         connection, running = self._sync_connection or ALONE, None
         weight, bias = self._attributes(self.__dict__["_parameters"], "weight", "bias")
-        # The only place that decides who may update running statistics: replica 0 has the buffers of the model.
+        # Only replica 0 has the buffers of the model, so only it updates running statistics. Nothing else decides this.
         if self.training and self.track_running_stats and connection.number == 0:
             names = "running_mean", "running_var", "num_batches_tracked"
             mean, var, number = self._attributes(self.__dict__["_buffers"], *names)
@@ -157,11 +159,11 @@ class _SynchronizedBatchNorm(BatchNormBase):
         return sync_batch_norm(input, LayerArguments(weight, bias, self.eps, clamps, running), connection, peers)
 
     def _attributes(self, registered: dict[str, Any], *names: str) -> Any:
-        """Return attributes as `getattr` does, in less time: of `registered`, unless `forward` has set some itself."""
+        """Return attributes as `getattr` does, but faster: from `registered`, unless `forward` assigned some."""
         if self.__dict__.keys().isdisjoint(names):
             try:
                 return list(map(registered.__getitem__, names))
-            except KeyError:  # One of them is computed, as by a parametrization.
+            except KeyError:  # One attribute is computed, for example by a parametrization.
                 pass
         return [getattr(self, name) for name in names]
 
@@ -174,7 +176,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         """Return the group of processes to synchronize with, or None for this process alone."""
         group = processes.active_group(self.process_group)
         if group is None or (self._sync_connection is None and getattr(self, "_is_replica", False)):
-            return None  # Without connections, all replicas would call collectives, in any order.
+            return None  # Unconnected replicas would call collectives in any order.
         if self.group_size is None:
             return group
         if self._sync_connection is None and self.group_size > 1:
@@ -191,7 +193,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The pickle of a layer of the older library holds a `SyncMaster`, a shallow copy of a replica its connection.
+        # A pickle of the older library holds a `SyncMaster`; a shallow copy of a replica holds its connection.
         state = {name: value for name, value in state.items() if not isinstance(value, (SyncMaster, Connection))}
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
@@ -200,7 +202,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         chosen = [f"{name}={value}" for name, value in options.items() if value is not None]
         try:
             shown = super().extra_repr()  # type: ignore[no-untyped-call]
-        except KeyError:  # Torch shows attributes of the object, of which its class may have some.
+        except KeyError:  # Torch reads the object's `__dict__`, but the class may define some attributes.
             shown = str(self.num_features)
         return ", ".join([shown, *chosen])
 
@@ -208,7 +210,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
 def _let_torch_check(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningStatistics | None, eps: float
 ) -> None:
-    """Let torch raise its own error for arguments that it refuses, before the exchange."""
+    """Raise torch's own error for invalid arguments, before the exchange."""
     mean, var = (None, None) if running is None else (running.mean, running.var)
     channels, dtype, device = input.shape[1], input.dtype, input.device
     valid = dtype.is_floating_point and channels > 0 and eps > 0 and (mean is None) == (var is None)
@@ -218,19 +220,18 @@ def _let_torch_check(
             valid = valid and fits and tensor.device == device and tensor.shape == (channels,)
     if not valid:
         mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
-        rows = torch.cat((input, input))  # A single one would be an error.
+        rows = torch.cat((input, input))  # Torch refuses a single value per channel, but other replicas may have more.
         with torch.no_grad():
             F.batch_norm(rows, mean, var, weight, bias, True, 0.0, eps)
 
 
 class SynchronizedBatchNorm(_SynchronizedBatchNorm):
-    """Batch normalization of ``(N, C, +)`` inputs with the statistics of the whole batch of a `DataParallel`.
+    """Normalize ``(N, C, +)`` inputs with the batch statistics of all replicas of a `DataParallelWithCallback`.
 
-    It computes ``y = (x - mean) / sqrt(var + eps) * weight + bias``, see "What is computed" on the page "How it works".
-    In training mode, mean and biased variance are those of all replicas of a `DataParallelWithCallback`, or of all
-    processes, weighted by elements. Each such call updates the running statistics and the counter of the wrapped module
-    once, in place, with the unbiased variance. In eval mode, and with a single replica in a single process, the layer
-    behaves like that of torch. Without running statistics, replicas synchronize in eval mode, too; processes do not.
+    The formula is ``y = (x - mean) / sqrt(var + eps) * weight + bias``, see "What is computed" on the page "How it
+    works". In training mode, mean and biased variance are taken over all replicas and processes, weighted by elements;
+    each call updates the running statistics of the wrapped module once, in place, with the unbiased variance. Eval mode
+    is that of torch. Without running statistics, replicas synchronize in eval mode, too, but processes do not.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), SynchronizedBatchNorm(8), nn.ReLU())
@@ -238,26 +239,25 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as of `torch.nn.BatchNorm2d`.
-            float16 and bfloat16 inputs may come with float32 parameters.
-        eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
-        group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... of one process among themselves; a remainder
-            forms a smaller group. The running statistics are those of the group of replica 0. None: all replicas. See
-            "Groups of replicas" on the page "Usage".
-        process_group: the group of `torch.distributed` over which several processes synchronize; None: all processes.
-            Torch cannot copy or pickle a group, nor a layer that has one. See "Groups of processes" on the page
-            "Processes and machines".
+        eps_mode: ``"plus"``, ``"clamp"``, or None for the default of `set_sbn_eps_mode`.
+        group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... of one process separately; the last group may be
+            smaller. The group of replica 0 updates the running statistics. None: all replicas. See "Groups of replicas"
+            on the page "Usage".
+        process_group: the `torch.distributed` group to synchronize; None: all processes. A layer with a group cannot be
+            copied or pickled. See "Groups of processes" on the page "Processes and machines".
 
     Shape:
-        - input: ``(N, C, +)``, at least 2-D. N and ``+`` may differ between replicas, and N may be zero.
-        - output: with the shape, dtype and memory format of the input.
+        - input: ``(N, C, +)``; N, also zero, and ``+`` may differ between replicas. float16 and bfloat16 inputs may
+          come with float32 parameters.
+        - output: shape, dtype and memory format of the input.
 
     Raises:
-        ValueError, RuntimeError, NotImplementedError: for bad input, with the texts of `torch.nn.BatchNorm2d`; a single
-            value per channel only if all replicas of the group together have no other. ValueError if replicas differ in
-            dtype, type of device, channels, number of dimensions, `eps`, `eps_mode` or inference mode; also for a
-            `process_group` that this process does not belong to; TypeError for one that is no group. RuntimeError in
-            all processes if they are seen to call different layers.
-        ReplicaSyncError: if the replicas cannot exchange. If processes cannot, the error is one of `torch.distributed`.
+        ValueError, RuntimeError, NotImplementedError: for bad input, with torch's texts. A single value per channel is
+            an error only if the other replicas of the group have none.
+        ValueError, TypeError: if replicas differ in dtype, device type, channels, number of dimensions, `eps`,
+            `eps_mode` or inference mode; for a `process_group` of the wrong type or without this process.
+        RuntimeError: if processes are seen to call different layers.
+        ReplicaSyncError: if replicas cannot exchange. Processes raise the errors of `torch.distributed`.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -266,18 +266,18 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
 
 
 class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
-    """A `SynchronizedBatchNorm` that is a `torch.nn.BatchNorm1d`: inputs are ``(N, C)`` or ``(N, C, L)``."""
+    """A `SynchronizedBatchNorm` and `torch.nn.BatchNorm1d`, for ``(N, C)`` or ``(N, C, L)``."""
 
 
 class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, nn.BatchNorm2d):
-    """A `SynchronizedBatchNorm` that is a `torch.nn.BatchNorm2d`: inputs are ``(N, C, H, W)``."""
+    """A `SynchronizedBatchNorm` and `torch.nn.BatchNorm2d`, for ``(N, C, H, W)``."""
 
 
 class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
-    """A `SynchronizedBatchNorm` that is a `torch.nn.BatchNorm3d`: inputs are ``(N, C, D, H, W)``."""
+    """A `SynchronizedBatchNorm` and `torch.nn.BatchNorm3d`, for ``(N, C, D, H, W)``."""
 
 
-SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {  # by the classes of torch
+SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {  # class of torch -> synchronized class
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
     nn.BatchNorm2d: SynchronizedBatchNorm2d,
     nn.BatchNorm3d: SynchronizedBatchNorm3d,

@@ -1,4 +1,8 @@
-"""Mean and variance over all replicas, for a normalization of one's own: the public pipes, and operators of torch."""
+"""Mean and variance over all replicas, for norms of the user.
+
+The replicas exchange through the public pipes, and all arithmetic is differentiable operators of torch. So autograd
+derives the backward pass, also a second one.
+"""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -16,16 +20,16 @@ from ..torch_private import graph_task_id, uncompiled
 __all__ = ["merge_messages", "sync_moments"]
 
 Moments = tuple[Tensor, Tensor, int]  # mean and biased variance, ``(C,)``, and elements per channel
-Message = tuple[Tensor, int, torch.Size]  # the same, mean and variance in one tensor ``(2, C)``, and the input's shape
+Message = tuple[Tensor, int, torch.Size]  # mean and variance ``(2, C)``, count, input shape
 
 
 @uncompiled
 def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_group: Any = None) -> Moments:
-    """Return mean, biased variance and count of each channel over all replicas that `pipe` connects, or all processes.
+    """Return mean, biased variance and count of each channel over the replicas of `pipe`, or over all processes.
 
-    For "Norms of your own" on the page "Extending". Connect the replicas in `__data_parallel_replicate__`: replica 0
-    makes a ``SyncMaster(merge_messages)``, the others register with it. Blocks the calling thread until all of them
-    have called this function. Mean and variance can be differentiated any number of times.
+    It blocks the calling thread until all replicas have called it. Mean and variance can be differentiated any number
+    of times. Replica 0 makes a ``SyncMaster(merge_messages)`` in `__data_parallel_replicate__` and the others register,
+    see "Norms of your own" on the page "Extending".
 
     Example:
         >>> mean, var, count = sync_moments(torch.randn(4, 3, 5, 5), pipe=None)
@@ -34,18 +38,17 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
 
     Args:
         input: ``(N, C, +)``; N and ``+`` may differ between replicas.
-        pipe: the `SyncMaster` or `SlavePipe` of this replica; None if it is the only one of its process.
-        process_group: the `torch.distributed` group over which processes synchronize; None: all processes.
+        pipe: the `SyncMaster` or `SlavePipe` of this replica; None for the only replica of a process.
+        process_group: the `torch.distributed` group to synchronize; None: all processes.
 
     Returns:
-        mean and variance, ``(C,)``, in float32 (float64 for float64 inputs), and the number of elements per channel, an
-        integer.
+        mean and variance, ``(C,)``, in float32 (float64 for float64 inputs), and the elements per channel, an int.
 
     Raises:
         TypeError: if `input` is no tensor.
-        ValueError: if `input` has less than two dimensions; if all replicas together have a single value per channel.
-        RuntimeError: if inputs differ in channels; in replicas also if they would exchange with other processes, and in
-            a recomputation by activation checkpointing; a `ReplicaSyncError` if they cannot exchange.
+        ValueError: if `input` has less than two dimensions, or all replicas together a single value per channel.
+        RuntimeError: if channels differ. With several replicas, also if `torch.distributed` joins processes, or during
+            a recomputation by activation checkpointing. A `ReplicaSyncError` if replicas cannot exchange.
     """
     if not isinstance(input, Tensor):
         raise TypeError(
@@ -64,27 +67,28 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
                 "; leave the norm out of the checkpointed function"
             )
     devices = () if pipe is None else (input.device,)
-    return on_default_streams(devices, (input,), _exchanged, input, pipe, group)
+    return on_default_streams(devices, (input,), _exchange_moments, input, pipe, group)
 
 
-def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
+def _exchange_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
+    """Merge the moments of this input with other processes, or else with the replicas of `pipe`."""
     values, dims = input.to(statistics_dtype(input.dtype)), reduced_dims(input)
     count = input.shape[0] * math.prod(input.shape[2:])
     var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
-    if group is not None:  # Then all processes together, in the graph.
+    if group is not None:  # Merge with the other processes, in the autograd graph.
         peers = processes.Peers(group, "sync_moments")
         sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))
         total = sums[-1].clamp(min=1)
         deviations = mean - sums[:-1] / total
-        spread = peers.all_reduced((var + deviations * deviations) * count)
-        mean, var, count = sums[:-1] / total, spread / total, int(sums[-1])
+        squares = peers.all_reduced((var + deviations * deviations) * count)
+        mean, var, count = sums[:-1] / total, squares / total, int(sums[-1])
     message = torch.stack((mean, var)), count, input.shape
     if pipe is None:
         ((_, moments),) = _merge_and_answer([(None, message)])
     else:
         moments = pipe.run(message)
     mean, var, count = moments
-    return mean.clone(), var.clone(), count  # copies, which users may change in place
+    return mean.clone(), var.clone(), count  # The user may change these copies in place.
 
 
 def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
@@ -94,6 +98,7 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
 
 
 def _merge_and_answer(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
+    """Merge the moments on the first device, and move the result to the device of each message."""
     mean_vars = [mean_var for _, (mean_var, _, _) in messages]
     counts = [elements for _, (_, elements, _) in messages]
     count = sum(counts)
