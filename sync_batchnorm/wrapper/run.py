@@ -34,7 +34,7 @@ from torch.autograd import profiler
 
 from ..backends.streams import current_stream
 from ..current_replica import is_in_replica, running
-from ..meeting import PATIENCE, Coordinator, ReplicaSyncError, without_frames
+from ..meeting import PATIENCE, Coordinator, ReplicaSyncError, strip_frames
 from ..torch_private import count_dispatch_modes, count_function_modes, hooks_of_thread
 from .lost_state import ParameterChanges
 from .random_states import RandomStates
@@ -129,7 +129,7 @@ class ForwardPass:
         if is_in_replica():
             return error  # The outer wrapper shows the frames of both.
         is_own = isinstance(error, Exception) and not isinstance(error, ReplicaSyncError)
-        return without_frames(error, who, fact() if is_own else "")
+        return strip_frames(error, who, fact() if is_own else "")
 
 
 def _types_of_autocast() -> Sequence[str]:
