@@ -119,7 +119,7 @@ def _exchange_alone(
     if peers is None:
         gathered: GatheredStatistics = [call.statistics], [call.elements], call.elements
     else:
-        gathered = peers.gathered_statistics(call.statistics, call.elements, call.backend.merge_dtype)
+        gathered = peers.gather_statistics(call.statistics, call.elements, call.backend.merge_dtype)
     batch = _merge_statistics([call], gathered, peers)
     if records and saved is None:
         saved = save(input, layer, has_hooks)  # in a recomputation
@@ -157,7 +157,7 @@ def _merge_statistics(
         call.layer.weight is call.connection.weight and call.layer.bias is call.connection.bias for call in calls
     ]
     parameters_differ = len(calls) > 1 and not all(have_parameters_of_module)
-    reduce = None if peers is None else peers.all_reduced
+    reduce = None if peers is None else peers.all_reduce
     return BatchStatistics(
         first.backend, first.input.device, mean_invstd, total, clamped, parameters_differ, reduce, lease
     )

@@ -73,10 +73,10 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
     var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
     if group is not None:  # Then all processes together, in the graph.
         peers = processes.Peers(group, "sync_moments")
-        sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))
+        sums = peers.all_reduce(torch.cat((mean * count, mean.new_full((1,), count))))
         total = sums[-1].clamp(min=1)
         deviations = mean - sums[:-1] / total
-        spread = peers.all_reduced((var + deviations * deviations) * count)
+        spread = peers.all_reduce((var + deviations * deviations) * count)
         mean, var, count = sums[:-1] / total, spread / total, int(sums[-1])
     message = torch.stack((mean, var)), count, input.shape
     if pipe is None:

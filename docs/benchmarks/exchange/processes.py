@@ -48,8 +48,8 @@ def exchange(library: ModuleType, width: int) -> tuple[Callable[[], object], Cal
     statistics, sums = torch.ones(2, 1, width).double().unbind(), torch.zeros(2, width).double()
     layer = library.SynchronizedBatchNorm1d(width)
     return (
-        lambda: layer._peers().gathered_statistics(statistics, 512, None),
-        lambda: layer._peers().all_reduced(sums),
+        lambda: layer._peers().gather_statistics(statistics, 512, None),
+        lambda: layer._peers().all_reduce(sums),
     )
 
 
