@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import processes
 from ..backends.base import LayerArguments, RunningStatistics
-from ..current_replica import raise_foreign_layer
+from ..current_replica import raise_if_foreign
 from ..exchange.forward import merge_replicas, sync_batch_norm
 from ..exchange.replica_call import ALONE, Connection
 from ..meeting import SyncMaster
@@ -125,7 +125,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if not (self.training or self.running_mean is self.running_var is None):
             return BatchNormBase.forward(self, input)  # `super()` could be a user's class, see `convert_model`
         if self._sync_connection is None:
-            raise_foreign_layer(self)
+            raise_if_foreign(self)
             # A process that evaluates alone would wait for ever.
             if not self.training or self._active_group() is None:
                 if getattr(self, "_is_replica", False):

@@ -33,7 +33,7 @@ from torch import nn
 from torch.autograd import profiler
 
 from ..backends.streams import current_stream
-from ..current_replica import is_in_replica, running
+from ..current_replica import context_run, is_in_replica
 from ..meeting import PATIENCE, Coordinator, ReplicaSyncError, strip_frames
 from ..torch_private import count_dispatch_modes, count_function_modes, hooks_of_thread
 from .lost_state import ParameterChanges
@@ -157,7 +157,7 @@ class ReplicaRun:
     def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         coordinator, number = self.forward_pass.coordinator, self.number
         _prepared.set(())
-        token = running.set(ref(self))
+        token = context_run.set(ref(self))
         try:
             with coordinator.begin(number), ExitStack() as stack:
                 if self.stream is not None:
@@ -177,7 +177,7 @@ class ReplicaRun:
             coordinator.leave(number, error)
             raise
         finally:
-            running.reset(token)
+            context_run.reset(token)
 
 
 class ReplicaHandle(nn.Module):
