@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ..backends.base import GENERAL, BackwardInput, BatchStatistics
 from ..backends.streams import in_order_with_engine, on_default_streams
-from ..torch_private import fast_apply, graph_task_id, keeps_graph, set_grad_enabled, uncompiled
+from ..torch_private import fast_apply, graph_task_id, retains_graph, set_grad_enabled, uncompiled
 from .replica_call import ReplicaCall, Saved, SavedByHooks
 
 __all__: list[str] = []
@@ -135,7 +135,7 @@ def _gradients(
             backward_parts[entry] = BackwardInput(grad_output, input, weight, entry.wants_input())
     backend = GENERAL if is_differentiated else batch.backend
     computed = dict(zip(backward_parts, backend.gradients(list(backward_parts.values()), batch), strict=True))
-    if not keeps_graph():
+    if not retains_graph():
         for entry in backward_parts:
             entry.kept = None  # only now, in order with the engine
     gradients: list[Tensor | None] = []

@@ -28,7 +28,7 @@ from ..backends.base import BatchStatistics, LayerArguments, single_value
 from ..backends.streams import are_default, on_default_streams
 from ..backends.workspaces import Lease, broadcast_pair, move_pair
 from ..processes import Peers
-from ..torch_private import any_autocast, graph_task_id, hooks_of_thread, set_grad_enabled, without_modes
+from ..torch_private import any_autocast, graph_task_id, saved_tensors_hooks, set_grad_enabled, without_modes
 from .backward import connect_to_graph
 from .recomputation import recompute
 from .replica_call import (
@@ -64,7 +64,7 @@ def sync_batch_norm(input: Tensor, layer: LayerArguments, connection: Connection
     records = torch.is_grad_enabled()
     if records and input.is_inference():
         input = input.clone()  # Inference tensors cannot be saved for a backward pass.
-    has_hooks = records and hooks_of_thread(True) is not None
+    has_hooks = records and saved_tensors_hooks(True) is not None
     is_recomputed = graph_task_id() != -1  # inside a backward pass
     set_grad_enabled(False)  # not a context, which takes ten times as long
     try:

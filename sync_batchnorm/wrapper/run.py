@@ -35,7 +35,7 @@ from torch.autograd import profiler
 from ..backends.streams import current_stream
 from ..current_replica import context_run, is_in_replica
 from ..meeting import PATIENCE, Coordinator, ReplicaSyncError, strip_frames
-from ..torch_private import count_dispatch_modes, count_function_modes, hooks_of_thread
+from ..torch_private import count_dispatch_modes, count_function_modes, saved_tensors_hooks
 from .lost_state import ParameterChanges
 from .random_states import RandomStates
 
@@ -309,7 +309,7 @@ def _work_and_stay(works: "SimpleQueue[Any]", idle: list[Any], device: torch.dev
 def _thread_state() -> tuple[Any, ...]:
     """Return the settings of this thread that `forward` may leave other than they were."""
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _types_of_autocast()]
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks_of_thread(True)
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), saved_tensors_hooks(True)
     counts = count_function_modes(), count_dispatch_modes(), torch.get_num_threads()  # A default device is a mode.
     return autocast, torch.is_autocast_cache_enabled(), modes, counts
 
