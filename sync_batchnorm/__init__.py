@@ -1,35 +1,34 @@
 """Synchronized batch normalization for `torch.nn.DataParallel`: N devices train to the same numbers as one.
 
-This folder is all of the distribution `synchronized-batchnorm`, under the MIT licence in the file LICENSE, which a copy
-of the folder keeps.
+This folder is the whole distribution `synchronized-batchnorm`. A copy of it keeps the file LICENSE (MIT).
 
 NOTE [without the interpreter lock]: Nothing here relies on the lock of the interpreter; free-threaded Python has none.
 
 Two threads may share four kinds of state. Each is guarded in its own way:
 
-- Records of a forward pass, and the states of generators: by a lock, that of the `Coordinator` and `_lock` in
+- The records of a forward pass, and the states of random generators: by a lock, in the `Coordinator` and in
   `random_states.py`.
-- Messages of an exchange: nobody changes a message after it was built. Everything that a backward pass reads is
+- The messages of an exchange: nobody changes a message after it was built. Everything that a backward pass reads is
   complete before the master answers.
-- The modules of a replica, with their dictionaries: the caller makes them, then only the thread of the replica uses
-  them.
-- Tables of the process: by single operations, with `setdefault` where only one thread may win. Two threads may compute
-  the same entry, and either is right. The page "How it works" lists all tables.
+- The modules of a replica, with their dictionaries: the caller's thread makes them, and afterwards only the thread of
+  the replica uses them.
+- The tables of the process: by single operations, with `setdefault` where only one thread may win. Two threads may
+  compute the same entry, and either is right. The page "How it works" lists all tables.
 
-Two things belong to the process and cannot be guarded here: the collector, which a thread only enables again if it has
-disabled it itself; and the frames of other threads, which `Record.stack` reads for the error of a timeout, and which
-Python 3.13 without the lock does not promise to be safe.
+Two things belong to the process and cannot be guarded here. The first is the garbage collector: a thread enables it
+again only if it disabled it itself. The second is the frames of other threads: `Record.stack` reads them for the error
+of a timeout, and Python 3.13 without the lock does not promise that this is safe.
 
-A free-threaded Python counts references by thread, even if it runs with the lock: an object that the caller has made
-and a replica drops is freed when the caller's thread runs again, which is at most a second later (`_run_threads`).
+Free-threaded Python counts references by thread, even if it runs with the lock. If a replica drops an object of the
+caller's thread, the object is freed when the caller's thread runs next, at most a second later (`_run_threads`).
 """
 
 import sys
 
 __version__ = "2.5.0"
 
-# This folder may be a copy that is on the path, imported without the version checks of pip. So the checks here come
-# before the other imports, which would fail with less clear errors. Python 3.6 can still parse this file.
+# A copy of this folder on the path is imported without the version checks of pip. So these checks come first: the
+# other imports would fail with less clear errors. Python 3.6 can still parse this file.
 if sys.version_info < (3, 11):  # noqa: UP036
     raise ImportError(
         f"expected Python 3.11 or newer for sync_batchnorm {__version__}, but got Python {sys.version.split()[0]} "

@@ -1,4 +1,4 @@
-"""Check this machine, ``python -m sync_batchnorm``: versions, devices, and parity of a layer.
+"""Check this machine, ``python -m sync_batchnorm``: versions, devices, and parity of layers with one device.
 
 The exit status is 0 if all checks pass, 1 if one fails or hangs, 2 for bad arguments.
 """
@@ -21,9 +21,10 @@ from . import DataParallelWithCallback, __version__, convert_model
 
 __all__: list[str] = []
 
-BUDGET = 25.0  # seconds for all checks: the report is promised within 30
-TIMEOUT = 5.0  # seconds of a wait for other replicas: far more than any of them needs
-# Relative to the largest value, for any order of summation; statistics of a single replica are off by over a tenth.
+BUDGET = 25.0  # seconds for all checks; the command promises its report within 30
+TIMEOUT = 5.0  # seconds of a wait for other replicas; far more than any of them needs
+# Largest differences, relative to the largest value. They allow any order of summation. Without synchronization, the
+# difference is more than 0.1.
 TOLERANCES = {"float32": 1e-4, "float64": 1e-10}
 
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     default = ",".join(gpus if len(gpus) > 1 else (gpus or ["cpu"]) * 2)  # A single replica has no peer.
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description="Check this machine, in 30 seconds.")
     parser.add_argument(
-        "--devices", type=parsed_devices, default=default, help="for example 0,1 or cpu,cpu (default: %(default)s)"
+        "--devices", type=parse_devices, default=default, help="for example 0,1 or cpu,cpu (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
     # A copy between two faulty GPUs may never return, and then no Python code runs any more.
@@ -44,13 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         faulthandler.cancel_dump_traceback_later()
 
 
-def parsed_devices(text: str) -> list[str]:
-    """Return the names of the devices in a comma-separated list, which a user has typed."""
+def parse_devices(text: str) -> list[str]:
+    """Parse a comma-separated list of devices, and return their names."""
     count = torch.cuda.device_count()
     names = [f"cuda:{name}" if name.isdecimal() else name for name in text.replace(" ", "").split(",")]
     try:
         devices = [torch.device(name) for name in names]
-    except RuntimeError:  # One of the names is no device.
+    except RuntimeError:  # One of the names is not a device.
         devices = []
     wrong = any(device.type == "cuda" and (device.index or 0) >= count for device in devices)
     if wrong or len(devices) < 2 or len({device.type for device in devices}) > 1:
@@ -88,7 +89,10 @@ def check(devices: Sequence[str]) -> int:
 
 
 def check_parity(devices: Sequence[str], dtype: str) -> str:
-    """Compare two steps of replicas of unequal size on `devices` with `torch.nn.BatchNorm2d` on the first device."""
+    """Compare two steps on `devices`, in chunks of unequal size, with `torch.nn.BatchNorm2d` on the first device.
+
+    Return the largest difference, as text; raise a `RuntimeError` if it is above the tolerance.
+    """
     torch.manual_seed(0)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": devices[0]}
     plain = nn.Sequential(nn.BatchNorm2d(16), nn.SiLU(), nn.BatchNorm2d(16)).to(**options)  # MKL's tanh may lose digits
@@ -97,8 +101,8 @@ def check_parity(devices: Sequence[str], dtype: str) -> str:
     parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), devices, timeout=TIMEOUT)
     errors = []
     for _ in range(2):
-        # One chunk for each device, the last smaller than the others. The mean of the gradient is near zero: otherwise
-        # the rounding error of its sums comes near the tolerance.
+        # One chunk for each device; the last one is smaller than the others. The gradient has a mean near zero:
+        # otherwise the rounding error of its sums would come near the tolerance.
         input, grad = torch.randn(2, 2 * len(devices) - 1, 16, 9, 9, **options)
         in_replicas, on_one_device = step(parallel, 5 + 3 * input, grad), step(plain, 5 + 3 * input, grad)
         for actual, expected in zip(in_replicas, on_one_device, strict=True):
@@ -111,7 +115,7 @@ def check_parity(devices: Sequence[str], dtype: str) -> str:
 
 
 def step(net: nn.Module, input: Tensor, grad: Tensor) -> list[Tensor]:
-    """Do a forward and a backward; return the output, all gradients, and the buffers, on the CPU in float64."""
+    """Run a forward and a backward pass; return output, gradients and buffers, on the CPU in float64."""
     output = net(input.requires_grad_())
     output.backward(grad)
     gradients: list[Any] = [tensor.grad for tensor in (input, *net.parameters())]

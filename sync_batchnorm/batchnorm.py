@@ -1,4 +1,4 @@
-"""The names that older code imports from here, and that pickles of the older library look up here."""
+"""Names for older code, and for pickles of the older library that import them from this file."""
 
 from .layers.assertion import *  # noqa: F403
 from .layers.conversion import *  # noqa: F403

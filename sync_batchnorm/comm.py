@@ -1,4 +1,4 @@
-"""The names that older code imports from here, and that pickles of a `SyncMaster` look up here."""
+"""Names for older code, and for pickles of a `SyncMaster` that import them from this file."""
 
 from .meeting import ReplicaSyncError as ReplicaSyncError
 from .meeting import SlavePipe as SlavePipe

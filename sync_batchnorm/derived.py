@@ -1,4 +1,9 @@
-"""Classes that are derived from a user's class and one of this library at run time, and that can be pickled."""
+"""Derive picklable classes at run time, each from a user's class and a class of this library.
+
+A pickle stores the name of a class, and imports the class by that name. A class derived at run time has no such name.
+So a pickle of its instance stores the names of the two bases and calls `derive_again`, which derives the class once
+more.
+"""
 
 import functools
 from collections.abc import Callable
@@ -10,22 +15,25 @@ __all__: list[str] = []
 
 
 class DynamicSubclass(nn.Module):
-    """The base of classes derived from a user's class at run time; a pickle names that class, to derive again."""
+    """Base of all classes derived at run time. A pickle names the user's class and `derive_again`."""
 
-    _sync_original: type[nn.Module]
-    _sync_base: type[nn.Module]
+    _sync_original: type[nn.Module]  # the user's class
+    _sync_base: type[nn.Module]  # the class of this library
 
     def __init_subclass__(cls) -> None:
-        pass  # not the user's, which may register classes
+        pass  # The method of the user's class may register subclasses.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = tuple(super().__reduce_ex__(protocol))  # a function, its arguments, and the state, if there is one
+        reduced = tuple(super().__reduce_ex__(protocol))  # (function, its arguments), and maybe the state
         call = [self._sync_original if item is type(self) else item for item in (reduced[0], *reduced[1])]
         return derive_again, (self._sync_original, self._sync_base, *call), *reduced[2:]
 
 
 def derive_again(original: Any, base: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Return the module that `function` makes, and let its class be derived again if it is the original one."""
+    """Rebuild a module from a pickle: call `function`, and derive the class again if it returned the original class.
+
+    Pickles hold this function by its name.
+    """
     module = function(*args)
     if type(module) is original:
         object.__setattr__(module, "__class__", derived_class(original, base))  # type: ignore[arg-type]
@@ -34,7 +42,7 @@ def derive_again(original: Any, base: Any, function: Callable[..., Any], *args: 
 
 @functools.lru_cache(maxsize=256)
 def derived_class(original: Any, base: Any) -> Any:
-    """Return a class that is derived from `base` and `original`, and takes the arguments of `original`."""
+    """Derive a class from `base` and `original`, with the constructor of `original`; return it."""
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         return derive_again(original, base, super(DynamicSubclass, self).__deepcopy__, memo)

@@ -1,4 +1,4 @@
-"""How this library warns, and what several files check and refuse."""
+"""Warnings with the user's line, and the checks of arguments that several files share."""
 
 import sys
 import warnings
@@ -11,12 +11,12 @@ from torch import nn
 __all__: list[str] = []
 
 _PACKAGE = __name__.removesuffix("messages")
-_issued: dict[str, object] = {}  # the texts of `warn_once`
+_issued: dict[str, object] = {}  # text of `warn_once` -> a mark of the call that issued it
 _collected: ContextVar[dict[str, None] | None] = ContextVar("sync_batchnorm_collected_warnings", default=None)
 
 
 def warn(text: str) -> None:
-    """Issue a `UserWarning` that names the first line outside this library and torch."""
+    """Issue a `UserWarning` for the innermost line of the user's code, outside this library and torch."""
     if _collected.get() is not None:
         return
     frame, level = sys._getframe(), 1
@@ -26,7 +26,7 @@ def warn(text: str) -> None:
 
 
 def warn_once(text: str) -> None:
-    """Issue a `UserWarning` once in this process, even if several threads do so at once."""
+    """Issue a `UserWarning`, but each text only once in this process, even if several threads call this at once."""
     mine, collected = object(), _collected.get()
     if collected is not None:
         collected[text] = None
@@ -36,9 +36,9 @@ def warn_once(text: str) -> None:
 
 @contextmanager
 def collected_warnings() -> Iterator[dict[str, None]]:
-    """Collect the texts of `warn_once` in this context, in place of warnings; `warn` is silent.
+    """Suppress warnings; yield a dictionary that collects the texts of `warn_once` as its keys.
 
-    Replicas run in copies of the context of their caller, so their texts are collected too. Other threads still warn.
+    Replicas run in copies of their caller's context, so their texts are collected, too. Other threads still warn.
     """
     texts: dict[str, None] = {}
     token = _collected.set(texts)
@@ -49,7 +49,7 @@ def collected_warnings() -> Iterator[dict[str, None]]:
 
 
 def check_number(argument: str, number: object) -> None:
-    """Raise an error for a number of replicas that is neither None nor an int of at least 1."""
+    """Raise an error unless the number of replicas is None or an int of at least 1."""
     if isinstance(number, bool) or not isinstance(number, (int, type(None))):
         raise TypeError(f"expected {argument} as a number of replicas, but got {number!r}; pass an int or None")
     if number is not None and number < 1:
@@ -57,15 +57,15 @@ def check_number(argument: str, number: object) -> None:
 
 
 def check_module(module: object) -> None:
-    """Raise a `TypeError` for what is not a module."""
+    """Raise a `TypeError` unless the argument is a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}; pass the model itself")
 
 
-def in_transform_error(what: str) -> RuntimeError:
-    """Return the error for a call of `what` inside a transform of `torch.func`, which other threads do not know."""
+def in_transform_error(called: str) -> RuntimeError:
+    """Return the error for a call inside a transform of `torch.func`: threads of replicas would not apply it."""
     return RuntimeError(
-        f"expected replicas outside the transforms of torch.func, but got a call of {what} inside one, such as "
+        f"expected replicas outside the transforms of torch.func, but got a call of {called} inside one, such as "
         "grad or vmap; use torch.autograd.grad, with create_graph=True for gradients of gradients, or call the wrapped "
         "module itself"
     )

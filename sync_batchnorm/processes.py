@@ -1,10 +1,20 @@
-"""The exchange between processes, over `torch.distributed`: batch statistics and their gradients.
+"""Exchange batch statistics and their gradients between processes, over `torch.distributed`.
 
-One collective of one packed vector makes the statistics of all processes, and another one in the backward pass makes
-their gradients. Timeouts, lost processes, and vectors of different lengths are left to `torch.distributed`.
+Processes cannot use a `SyncMaster`: they share no memory, and only a collective connects them. A forward pass packs the
+statistics of a layer into one vector and gathers the vectors of all processes; each process then merges all rows
+itself. A backward pass adds up one vector of sums.
 
-All processes of a group must have the same weights, and make the same calls in the same order; in a backward pass, that
-is the order of the autograd engine. `DistributedDataParallel` guarantees the former, and relies on the latter as well.
+    rank 0   [count, number, statistics] ---+                 +---> (W, 2 + 2 * C): merge the rows
+                                            +--- all_gather --+
+    rank 1   [count, number, statistics] ---+                 +---> (W, 2 + 2 * C): merge the rows
+
+A collective does not check that all ranks call the same layer: it mixes the statistics of two layers without an error.
+So each vector on the CPU also holds a number of the layer, and all ranks compare the numbers (`_agree_on_number`). On
+GPUs, the host would have to wait for the result of the collective, so vectors there have no number.
+
+All processes of a group must have the same weights, and call the same layers in the same order; in a backward pass, the
+autograd engine determines that order. `DistributedDataParallel` ensures equal weights, and relies on the order itself.
+Timeouts, lost processes, and vectors of different lengths are left to `torch.distributed`.
 """
 
 import os
@@ -27,30 +37,30 @@ ONE_PROCESS_A_DEVICE = (
     "of this wrapper"
 )
 
-Group = Any  # a `torch.distributed.ProcessGroup`, a class that is missing where torch is built without it
+Group = Any  # a `torch.distributed.ProcessGroup`; some builds of torch do not have this class
 
-# For each group, the layers that have exchanged in it on the CPU, with their numbers. A number is not stored on its
-# layer, because a copy of the layer must have none. A group that was destroyed and made anew is another object,
-# and begins at 1; ranks that are threads have groups of their own. Only the thread that exchanges in a group uses its
-# numbers.
+# group -> layer -> number, for layers that have exchanged on the CPU. A number is not stored on its layer, because a
+# copy of the layer must have none. A new group starts at 1, also after the old one was destroyed. Only the thread that
+# exchanges in a group uses its numbers; ranks that are threads have a group each.
 _numbers: WeakKeyDictionary[Group, WeakKeyDictionary[nn.Module, float]] = WeakKeyDictionary()
 
 _inherited: list[Group] = []  # the default group at each fork that led to this process: a child must not use it
 
-if hasattr(os, "register_at_fork"):  # which Windows does not have
+if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=lambda: _inherited.append(dist.is_available() and dist.group.WORLD))
 
 
 class Peers(NamedTuple):
-    """The processes that a layer exchanges with, and which layer that is."""
+    """A layer, and the group of processes with which it exchanges."""
 
     group: Group
     name: str  # of the layer in its model
-    # A weak reference, since the graph of a call has this object, and would keep the model alive. None: `sync_moments`.
+    # A weak reference: the graph of an exchange holds this object, and must not keep the model alive. `sync_moments`
+    # has no layer.
     layer: Any = None
 
     def call(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
-        """Call a function of `torch.distributed`; an error of it gets a note that names the layer."""
+        """Call a function of `torch.distributed`. If it fails, a note on the error names the layer."""
         if type(tensors[-1]) is not Tensor:
             raise RuntimeError(
                 f"expected a tensor of this process, but got a {type(tensors[-1]).__name__} in the exchange of "
@@ -62,45 +72,42 @@ class Peers(NamedTuple):
             error.add_note(f"Raised in the exchange of {self.name} between processes.")
             raise
 
-    def gathered_statistics(
+    def gather_statistics(
         self, statistics: Pair, count: int, dtype: torch.dtype | None
     ) -> tuple[Sequence[Pair], Tensor, int | Tensor]:
-        """Gather the statistics of all processes; return a list with one pair ``(W, C)``, counts ``(W,)``, their sum.
+        """Gather the statistics of all W processes: a list of one pair ``(W, C)``, counts ``(W,)``, and their sum.
 
-        `count` is the number of elements per channel in this process. The statistics travel in `dtype`, or in their
-        own. The sum is a tensor, so that the host does not wait for it. It is an int only if `count` is at most 1: then
-        the caller has to check that it is more than 1.
+        `count` is the number of elements per channel in this process. The statistics are sent in `dtype`; None keeps
+        their own. The sum is a tensor, so that the host does not wait for it. If `count` is at most 1, the sum is an
+        int: the caller has to check that it is more than 1.
         """
-        first, second = (tensor.to(dtype=dtype) for tensor in statistics)
-        if first.dim() > 1:  # in pieces
-            first, second = merge_moments(first, second, None)
-        head = [count, _number_of(self)] if first.is_cpu else [count]  # Elsewhere, the host would have to wait.
-        gathered = self._gathered(torch.cat([*[first.new_full((1,), value) for value in head], first, second]))
-        if first.is_cpu:
-            _agree(gathered[:, 1].tolist(), self)
-        counts, total = gathered[:, 0], gathered[:, 0].sum()
-        return [gathered[:, len(head) :].chunk(2, 1)], counts, total if count > 1 else int(total)
-
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        """Return the vectors of all processes, one a row."""
+        mean, var = (tensor.to(dtype=dtype) for tensor in statistics)  # Some backends have another second vector.
+        if mean.dim() > 1:  # (K, C), from K pieces of the input -> (C,)
+            mean, var = merge_moments(mean, var, None)
+        header = [count, _number_or_proposal(self)] if mean.is_cpu else [count]  # On GPUs, the host would have to wait.
+        vector = torch.cat([*[mean.new_full((1,), value) for value in header], mean, var])
         size = dist.get_world_size(self.group)
-        result = tensor.new_empty(size * len(tensor))
+        result = vector.new_empty(size * len(vector))
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        self.call(gather, result, tensor)
-        return result.view(size, -1)
+        self.call(gather, result, vector)
+        gathered = result.view(size, -1)  # (W, len(header) + 2 * C)
+        if mean.is_cpu:
+            _agree_on_number(gathered[:, 1].tolist(), self)
+        counts, total = gathered[:, 0], gathered[:, 0].sum()
+        return [gathered[:, len(header) :].chunk(2, 1)], counts, total if count > 1 else int(total)
 
-    def all_reduced(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over all processes, recorded in the graph if one is recorded."""
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum of `tensor` over all processes. It is differentiable if a graph is recorded."""
         return _AllReduce.apply(tensor, self)  # type: ignore
 
 
 def check_group(process_group: Any) -> None:
-    """Raise an error for what is no process group."""
+    """Raise a `TypeError` unless the argument is a process group or None."""
     if process_group is None or not dist.is_available():
         return
-    # `torch.distributed.new_group` returns this number in processes that the group does not have.
-    is_of_others = isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER
-    if not isinstance(process_group, dist.ProcessGroup) and not is_of_others:
+    # `torch.distributed.new_group` returns this number in processes outside the new group.
+    is_non_member = isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER
+    if not isinstance(process_group, dist.ProcessGroup) and not is_non_member:
         raise TypeError(
             f"process_group must be a group of torch.distributed, got {process_group!r}; pass the result of "
             "torch.distributed.new_group(ranks), the get_group() of a DeviceMesh, or None for all processes"
@@ -108,7 +115,7 @@ def check_group(process_group: Any) -> None:
 
 
 def active_group(process_group: Group | None) -> Group | None:
-    """Return the group to exchange over, by default of all processes; None where there is no other process."""
+    """Return the group to exchange in, by default the group of all processes; None if it has no other process."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     check_group(process_group)
@@ -129,41 +136,39 @@ def active_group(process_group: Group | None) -> Group | None:
     return group
 
 
-def _number_of(peers: Peers) -> float:
-    """Return the number of a layer; of one without a number, as a negative one, the next that this process has free."""
+def _number_or_proposal(peers: Peers) -> float:
+    """Return the number of the layer, or minus the next unused number as a proposal if it has none yet."""
     numbers = _numbers.setdefault(peers.group, WeakKeyDictionary())
     return numbers.get(peers.layer()) or -1 - max(numbers.values(), default=0)
 
 
-def _agree(numbers: Sequence[float], peers: Peers) -> None:
-    """Let the layer have the number that all processes send, or raise an error in all of them if they send several.
+def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
+    """Give the layer the number that all processes sent, or raise an error in all processes if they sent several.
 
-    A layer without a number takes the number of the other processes, so one process may go on with a copy of its model
-    that has not exchanged yet. If no process has a number, all take the largest proposal, which is free everywhere.
+    A layer without a number adopts the number from the other processes: one process may continue with a new copy of its
+    model. If no process has a number yet, all adopt the largest proposal, which is unused everywhere.
+
+    The error names the layer of this process only: another process may have given this number to another layer. Two
+    layers that are swapped from the first exchange on are not detected.
     """
     known = {number for number in numbers if number > 0}
     if len(known) > 1:
-        raise _different_layers(numbers, peers)
+        layers = []
+        for rank, number in zip(dist.get_process_group_ranks(peers.group), numbers, strict=True):
+            name = peers.name if rank == dist.get_rank() else "a layer"
+            layers.append(f"{name} ({f'number {number:.0f}' if number > 0 else 'not yet numbered'}) in rank {rank}")
+        raise RuntimeError(
+            f"expected all processes to call the same synchronized batch norm, but got {', '.join(layers)}; make every "
+            "process call the same layers in the same order: the error of each rank names its own layer"
+        )
     _numbers[peers.group][peers.layer()] = known.pop() if known else -min(numbers)
 
 
-def _different_layers(numbers: Sequence[float], peers: Peers) -> RuntimeError:
-    """Return the error for processes that call different layers. It names the layer of this process only.
-
-    Another process may have given a number to another layer: nobody notices if the first calls already differ.
-    """
-    layers = []
-    for rank, number in zip(dist.get_process_group_ranks(peers.group), numbers, strict=True):
-        name = peers.name if rank == dist.get_rank() else "a layer"
-        layers.append(f"{name} ({f'number {number:.0f}' if number > 0 else 'not yet numbered'}) in rank {rank}")
-    return RuntimeError(
-        f"expected all processes to call the same synchronized batch norm, but got {', '.join(layers)}; make every "
-        "process call the same layers in the same order: the error of each rank names its own layer"
-    )
-
-
 class _AllReduce(torch.autograd.Function):
-    """The sum over all processes. The tensor of each process enters the losses of all, so its gradient is a sum too."""
+    """Add up a tensor over all processes.
+
+    The tensor of each process enters the losses of all processes, so its gradient is a sum over all processes, too.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Tensor:

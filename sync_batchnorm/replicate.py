@@ -1,4 +1,4 @@
-"""The names that older code imports from here, and that pickles of whole models made by 2.0 and 2.1 look up here."""
+"""Names for older code, and for whole models pickled by 2.0 and 2.1 that import them from this file."""
 
 from torch.nn.parallel import DataParallel as DataParallel
 

@@ -1,7 +1,7 @@
-"""What is private in torch and used here: names, with what is lost without them, and the marks of its compiler.
+"""The private names of torch, and the marks of its compiler. A comment at each says the loss without it.
 
-NOTE [private names]: Torch may rename or drop these in any version. Other files use them by the names that this
-file gives them, except for attributes of public objects, such as `_version`.
+NOTE [private names]: Torch may rename or drop a private name in any version. So other files import it from this file,
+under a name of our own. Private attributes of public objects, such as `_version`, are the exception.
 """
 
 import functools
@@ -21,55 +21,55 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# The dictionaries in which a module has the hooks of its calls, and flags of those that have one, by their numbers.
+# Attributes of a module: dictionaries of its hooks, and of flags for single hooks (`_forward_hooks_with_kwargs`).
 HOOKS_AND_FLAGS = tuple(name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name)
 HOOKS = tuple(name for name in HOOKS_AND_FLAGS if name.endswith("hooks"))
-# Without it, batch norms are known by their five public classes alone, and not by those that users derive from it.
+# Without it: only torch's five public classes are recognized as batch norms, not the classes that users derive.
 BatchNormBase = _BatchNorm
-# Without it, a selective checkpoint counts the operators of a merge, which its recomputation does not repeat.
+# Without it: a selective checkpoint counts the operators of a merge, and its recomputation does not repeat them.
 without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
-# Without it, replicas inside a transform of torch.func are wrong, with no error.
+# Without it: replicas inside a transform of torch.func are wrong, with no error.
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# The number of the backward pass in this thread, or -1. Without it, a recomputation would be taken for a new call.
+# The number of the backward pass in this thread, or -1. Without it: a recomputation would count as a new exchange.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-# Whether autocast is on for any kind of device. Without it, every call would have to switch it off.
+# Whether autocast is on for any kind of device. Without it: every exchange would have to switch it off.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-# For this thread. Without it, every call would pay ten times as much for `torch.no_grad`.
+# For this thread. Without it: every exchange would pay ten times as much for `torch.no_grad`.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-# How many modes are on in this thread. Without them, a thread that stays would keep the modes that `forward` leaves on.
+# How many modes are on in this thread. Without them: an idle thread would keep the modes that `forward` left on.
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# Whether the running backward pass retains the graph. Without it, every one would have to keep what it could drop.
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-# The hooks on saved tensors of this thread. Without it, checkpoints in replicas would not see what a layer saves.
-hooks_of_thread: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-# Whether the running backward pass needs a node that is not a leaf. Without it, all gradients would be computed.
-will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-# What compiles in this thread, or None. Without it, every call would pay for `torch.compiler.disable`.
-compiler_of_thread: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-# Without it, copies to several devices would be one operator each.
+# Whether the running backward pass retains the graph. Without it: no backward pass could free its tensors.
+retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+# The hooks on saved tensors in this thread, or None. Without it: checkpoints in replicas would not see saved tensors.
+saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+# Whether the running backward pass executes an inner node. Without it: every backward pass would compute all gradients.
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+# The compiler that is active in this thread, or None. Without it: every call would pay for `torch.compiler.disable`.
+active_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+# Without it: copies to several devices would be one operator each.
 foreach_copy: Callable[..., None] = torch._foreach_copy_
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Any:
-    """Return the `apply` of the base class in C++; that of `torch.autograd.Function` looks for transforms first."""
+    """Return the `apply` of the C++ base class, which does not look for transforms of torch.func first."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether hooks were registered on `tensor`, which autograd also calls with None in place of a gradient."""
+    """Return whether `tensor` has hooks. Autograd calls them with None if there is no gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def has_attribute(module: nn.Module, name: str) -> bool:
     """Return whether a module has an attribute, without evaluating a property."""
     state = vars(module)
-    parts = (state, state["_parameters"], state["_buffers"], state["_modules"])
-    return hasattr(type(module), name) or any(name in part for part in parts)
+    tables = (state, state["_parameters"], state["_buffers"], state["_modules"])
+    return hasattr(type(module), name) or any(name in table for table in tables)
 
 
 def names_of_modules(module: nn.Module) -> dict[nn.Module, str]:
-    """Return what `module.named_modules()` yields, by module and in the same order, in a fraction of the time."""
+    """Return the name of each module, in the order of `module.named_modules()`, in a fraction of its time."""
     names: dict[nn.Module, str] = {}
     stack: list[tuple[str, nn.Module | None]] = [("", module)]
     while stack:
@@ -83,28 +83,28 @@ def names_of_modules(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def compiled_module_type() -> Any:
-    """Return the class of what `torch.compile` makes of a module, or an empty tuple if nothing was compiled."""
+    """Return the class of compiled modules, or an empty tuple if the compiler was never imported."""
     return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
 
 
-REASON = (  # which the compiler shows with `fullgraph=True`
+REASON = (  # The compiler shows this text with `fullgraph=True`.
     "expected a graph break where a synchronized batch norm exchanges with other replicas or processes, but got "
     "fullgraph=True; leave that out, or compile the functions between these layers"
 )
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` as one that is never compiled: `torch.compiler.disable`, which takes time only if needed."""
+    """Decorate a function so that it is never compiled, like `torch.compiler.disable`, but without its usual cost."""
     disabled: Callable[P, R] | None = None
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal disabled
-        if not torch.compiler.is_dynamo_compiling() and compiler_of_thread() is None:
+        if not torch.compiler.is_dynamo_compiling() and active_compiler() is None:
             return function(*args, **kwargs)
         if disabled is None:
             disabled = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]
         return disabled(*args, **kwargs)
 
-    vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)  # what `disable` sets too
+    vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)  # as `disable` does
     return run

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ..backends.base import GENERAL, BackwardInput, BatchStatistics
 from ..backends.streams import in_order_with_engine, on_default_streams
-from ..torch_private import fast_apply, graph_task_id, keeps_graph, set_grad_enabled, uncompiled
+from ..torch_private import fast_apply, graph_task_id, retains_graph, set_grad_enabled, uncompiled
 from .replica_call import ReplicaCall, Saved
 
 __all__: list[str] = []
@@ -129,7 +129,7 @@ def _gradients(
             inputs[saved] = BackwardInput(grad_output, *saved.unpack(), saved.wants_input())
     backend = GENERAL if torch.is_grad_enabled() else batch.backend
     computed = dict(zip(inputs, backend.gradients(list(inputs.values()), batch), strict=True))
-    if not keeps_graph():
+    if not retains_graph():
         for saved in inputs:
             saved.kept = None  # only now, in order with the engine
     gradients: list[Tensor | None] = []

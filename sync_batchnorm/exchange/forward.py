@@ -30,7 +30,7 @@ from ..backends.base import BatchStatistics, LayerArguments, single_value_error
 from ..backends.streams import on_default_streams, uses_default_streams
 from ..backends.workspaces import Lease, Pair, move_pair
 from ..processes import Peers
-from ..torch_private import any_autocast, graph_task_id, hooks_of_thread, set_grad_enabled, without_modes
+from ..torch_private import any_autocast, graph_task_id, saved_tensors_hooks, set_grad_enabled, without_modes
 from .backward import connect_to_graph
 from .recomputation import recompute
 from .replica_call import ALONE, Answer, Connection, GatheredStatistics, RememberedCall, ReplicaCall, Saved, measure
@@ -56,7 +56,7 @@ def sync_batch_norm(input: Tensor, layer: LayerArguments, connection: Connection
     records = torch.is_grad_enabled()
     if records and input.is_inference():
         input = input.clone()  # Inference tensors cannot be saved for a backward pass.
-    has_hooks = records and hooks_of_thread(True) is not None
+    has_hooks = records and saved_tensors_hooks(True) is not None
     is_recomputation = graph_task_id() != -1  # inside a backward pass
     set_grad_enabled(False)  # `torch.no_grad` takes ten times as long.
     try:
@@ -114,7 +114,7 @@ def _exchange_alone(
     if peers is None:
         gathered: GatheredStatistics = [call.statistics], [call.elements], call.elements
     else:
-        gathered = peers.gathered_statistics(call.statistics, call.elements, call.backend.merge_dtype)
+        gathered = peers.gather_statistics(call.statistics, call.elements, call.backend.merge_dtype)
     batch = _merge_statistics([call], gathered, peers)
     if records and saved is None:
         saved = Saved(input, layer, has_hooks)  # in a recomputation
@@ -154,7 +154,7 @@ def _merge_statistics(
         call.layer.weight is call.connection.weight and call.layer.bias is call.connection.bias for call in calls
     ]
     parameters_differ = len(calls) > 1 and not all(have_parameters_of_module)
-    reduce = None if peers is None else peers.all_reduced
+    reduce = None if peers is None else peers.all_reduce
     return BatchStatistics(first.backend, devices[0], mean_invstd, total, clamped, parameters_differ, reduce, lease)
 
 

@@ -35,7 +35,7 @@ from .. import backends
 from ..backends.base import GENERAL, Backend, BatchStatistics, Counts, LayerArguments
 from ..backends.streams import current_stream, on_streams
 from ..backends.workspaces import Pair, WorkspacePools, move_pair
-from ..torch_private import fast_apply, graph_task_id, will_run
+from ..torch_private import fast_apply, graph_task_id, will_execute
 
 __all__: list[str] = []
 
@@ -137,7 +137,7 @@ class Saved:
 
     def wants_input(self) -> bool:
         """Return whether the running backward pass needs the gradient of the input."""
-        return self.needs_input and will_run(self.input_node)
+        return self.needs_input and will_execute(self.input_node)
 
     def is_read(self, grad_output: Tensor | None) -> bool:
         """Return whether the running backward pass needs input and weight; `grad_output` is that of this replica."""

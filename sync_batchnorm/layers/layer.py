@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import processes
 from ..backends.base import LayerArguments, RunningStatistics
-from ..current_replica import raise_foreign_layer
+from ..current_replica import raise_if_foreign
 from ..exchange.forward import merge_replicas, sync_batch_norm
 from ..exchange.replica_call import ALONE, Connection
 from ..meeting import SyncMaster
@@ -127,7 +127,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if not (self.training or self.running_mean is self.running_var is None):
             return BatchNormBase.forward(self, input)  # `super()` may be a user's class
         if self._sync_connection is None:
-            raise_foreign_layer(self)
+            raise_if_foreign(self)
             # Processes exchange only in training mode: one that evaluates alone would wait forever.
             if not self.training or self._active_group() is None:
                 if getattr(self, "_is_replica", False):

@@ -77,10 +77,10 @@ def _exchange_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, group:
     var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
     if group is not None:  # Merge with the other processes, in the autograd graph.
         peers = processes.Peers(group, "sync_moments")
-        sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))
+        sums = peers.all_reduce(torch.cat((mean * count, mean.new_full((1,), count))))
         total = sums[-1].clamp(min=1)
         deviations = mean - sums[:-1] / total
-        squares = peers.all_reduced((var + deviations * deviations) * count)
+        squares = peers.all_reduce((var + deviations * deviations) * count)
         mean, var, count = sums[:-1] / total, squares / total, int(sums[-1])
     message = torch.stack((mean, var)), count, input.shape
     if pipe is None:

@@ -1,6 +1,6 @@
-"""Where replicas meet: who waits for whom, whose turn it is, what travels, and what breaks a forward pass.
+"""Exchanges between the replicas of one forward pass: waiting, taking turns, and stopping when one cannot continue.
 
-It knows nothing of tensors: messages can be any object.
+Nothing here depends on tensors: a message can be any object.
 """
 
 from .coordinator import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
@@ -8,7 +8,7 @@ from .coordinator import PATIENCE as PATIENCE
 from .coordinator import Coordinator as Coordinator
 from .errors import ReplicaSyncError as ReplicaSyncError
 from .errors import add_note as add_note
-from .errors import without_frames as without_frames
+from .errors import strip_frames as strip_frames
 from .pipes import RunningCallback as RunningCallback
 from .pipes import SlavePipe as SlavePipe
 from .pipes import SyncMaster as SyncMaster

@@ -1,4 +1,14 @@
-"""`SyncMaster` and `SlavePipe`, the two sides of an exchange between replicas. Messages can be any object."""
+"""`SyncMaster` and `SlavePipe`, the two ends of an exchange between replicas.
+
+All replicas send a message. The master collects them, passes them to its callback, and sends an answer to each slave:
+
+    SlavePipe.run(message) ------+                               +----> returns the answer for this slave
+                                 +--> callback(all messages) ----+
+    SyncMaster.run(message) -----+      in the master's thread   +----> returns the answer for the master
+
+A replication callback, such as `__data_parallel_replicate__`, makes both ends before the replicas run. The coordinator
+of the forward pass does the waiting; see `coordinator.py`.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
@@ -11,24 +21,24 @@ from .records import MASTER, Rendezvous
 
 __all__ = ["SlavePipe", "SyncMaster"]
 
-Messages = list[tuple[Hashable, Any]]  # by identifier
+Messages = list[tuple[Hashable, Any]]  # (identifier, message)
 MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
 
 
 @dataclass
 class RunningCallback:
-    """For which forward pass, replica and submodule the replication callback runs that this thread runs now."""
+    """The replication callback that runs in this thread: its forward pass, replica and submodule."""
 
     coordinator: Coordinator
-    number: int = 0
-    name: str = ""
+    number: int = 0  # of the replica
+    name: str = ""  # of the submodule
 
 
 running_callback: ContextVar[RunningCallback | None] = ContextVar("sync_batchnorm_running_callback", default=None)
 
 
 class _Member:
-    """The base class of master and slave: one member of a `Rendezvous`."""
+    """One member of a `Rendezvous`: the base class of master and slave."""
 
     _coordinator: Coordinator
     _rendezvous: Rendezvous
@@ -36,7 +46,7 @@ class _Member:
 
     @property
     def where(self) -> str:
-        """The layer and the replica, as errors name them."""
+        """The layer and the replica, for errors."""
         return f"{self._rendezvous.name}, replica {self._rendezvous.members[self.identifier]}"
 
     def _interrupt(self, error: BaseException) -> None:
@@ -44,9 +54,10 @@ class _Member:
 
 
 class SlavePipe(_Member):
-    """The side of a slave in an exchange, which every replica has that is not the master.
+    """The end of a slave in an exchange: it sends a message to the master and gets an answer.
 
-    `SyncMaster.register_slave` makes it, for one forward pass. A pickle or copy of it is None.
+    `SyncMaster.register_slave` makes one for each replica except the master, for one forward pass. Pickles and copies
+    of it are None.
     """
 
     def __init__(self, coordinator: Coordinator, rendezvous: Rendezvous, identifier: Hashable) -> None:
@@ -56,9 +67,9 @@ class SlavePipe(_Member):
         return type(None), ()
 
     def run_slave(self, msg: Any) -> Any:
-        """Send `msg`, any object, to the master; block until its callback has run; return its answer for this slave.
+        """Send `msg`, any object, to the master, block until its callback has run, and return the answer.
 
-        `run` is the same, here and in the `SyncMaster`.
+        `run` is an alias.
 
         Raises:
             ReplicaSyncError: if a peer failed, has ended or waits in another exchange, or after the timeout.
@@ -73,16 +84,16 @@ class SlavePipe(_Member):
 
 
 class SyncMaster(_Member):
-    """The side of the master, usually replica 0, in an exchange: it collects the messages of all and answers each.
+    """The end of the master, usually replica 0, in an exchange: it collects all messages and answers each of them.
 
-    Make one in `__data_parallel_replicate__` of replica 0, put it into the context, and let the other copies of the
-    module register, see "Callbacks for modules of your own" on the page "Extending". A module may also keep one and put
-    it into the context of every forward pass, where it begins anew. A pickle of it has only the callback.
+    Make one in `__data_parallel_replicate__` of replica 0, put it into the context, and let the other replicas
+    register: "Callbacks for modules of your own" on the page "Extending". A module may keep one and put it into the
+    context of every forward pass, where it starts without slaves. A pickle holds only the callback.
 
     Args:
-        master_callback: runs in the thread of the master. It gets a list of ``(identifier, message)``: first the
-            message of the master, whose identifier is 0, then the messages of the slaves, in the order in which they
-            registered. It returns a list of ``(identifier, answer)`` with an answer for each.
+        master_callback: takes a list of ``(identifier, message)``, returns a list of ``(identifier, answer)``. The
+            master comes first, with the identifier 0, then the slaves in the order of registration. Runs in the
+            master's thread.
     """
 
     identifier = MASTER
@@ -103,50 +114,50 @@ class SyncMaster(_Member):
         SyncMaster.__init__(self, state["master_callback"])
 
     def reset(self) -> None:
-        """Forget all slaves; belong to the forward pass whose callback runs in this thread, if one does."""
-        here = running_callback.get() or RunningCallback(Coordinator(), name="a SyncMaster of its own")
-        self._coordinator, self._rendezvous = here.coordinator, Rendezvous(here.name, here.number)
+        """Forget all slaves, and join the forward pass of the callback that runs in this thread, if there is one."""
+        callback = running_callback.get() or RunningCallback(Coordinator(), name="a SyncMaster of its own")
+        self._coordinator, self._rendezvous = callback.coordinator, Rendezvous(callback.name, callback.number)
 
     @property
     def nr_slaves(self) -> int:
-        """The number of slaves that have registered for this forward pass."""
+        """The number of slaves in this forward pass."""
         return len(self._rendezvous.members) - 1
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
-        """Return the pipe for one more replica. Call it before `run_master`, from one thread.
+        """Return the pipe for one more replica. Register all of them in one thread, before `run_master`.
 
         Args:
-            identifier: anything hashable but 0, usually the number of the copy.
+            identifier: any hashable object except 0, usually the number of the replica.
 
         Raises:
             ValueError: if the identifier is taken.
-            RuntimeError: in a callback, if this object belongs to another forward pass.
+            RuntimeError: in a callback, if this master belongs to another forward pass.
         """
-        here = running_callback.get()
-        if here is None:
+        callback = running_callback.get()
+        if callback is None:
             if self._rendezvous.call > 1 or self._rendezvous.messages or self._coordinator.is_over:
                 self.reset()
-        elif here.coordinator is not self._coordinator:
+        elif callback.coordinator is not self._coordinator:
             raise RuntimeError(
-                f"expected a SyncMaster that belongs to this forward pass, but got one of another ({here.name}, "
-                f"replica {here.number}); put it into the context in the callback of its replica, for example "
+                f"expected a SyncMaster that belongs to this forward pass, but got one of another ({callback.name}, "
+                f"replica {callback.number}); put it into the context in the callback of its replica, for example "
                 "ctx.sync_master = self.sync_master"
             )
-        number = self.nr_slaves + 1 if here is None else here.number
+        number = self.nr_slaves + 1 if callback is None else callback.number
         self._rendezvous.admit(identifier, number)
         return SlavePipe(self._coordinator, self._rendezvous, identifier)
 
     def run_master(self, msg: Any) -> Any:
-        """Block until all slaves have called; run the callback on all messages, and return the master's answer.
+        """Block until all slaves have sent, run the callback on all messages, and return the master's answer.
 
-        `run` is the same, here and in the `SlavePipe`.
+        `run` is an alias.
 
         Raises:
             ReplicaSyncError: if a peer failed, has ended or waits in another exchange, or after the timeout.
-            RuntimeError: unless the callback returns answers for exactly these identifiers.
-            BaseException: what the callback raises; the slaves are released.
+            RuntimeError: unless the callback returns one answer for each identifier.
+            BaseException: any error of the callback; the slaves are released.
         """
-        if self._is_kept and self._coordinator.is_over:  # The module that keeps this now runs without replicas.
+        if self._is_kept and self._coordinator.is_over:  # The module that keeps this master now runs without replicas.
             self.reset()
         coordinator, rendezvous = self._coordinator, self._rendezvous
         if len(rendezvous.members) == 1:
@@ -162,6 +173,7 @@ class SyncMaster(_Member):
     run = run_master
 
     def _run_callback(self, rendezvous: Rendezvous, messages: Messages) -> dict[Hashable, Any]:
+        """Return the answers of the callback, by identifier; refuse missing and unknown identifiers."""
         span = self._coordinator.span
         try:
             with NO_SPAN if span is None else span(f"{rendezvous.name}, merging"):

@@ -1,6 +1,6 @@
-"""What is recorded of each replica of a forward pass, of their turns, and of each place where they meet.
+"""The state of one forward pass: a record of each replica, a rendezvous of each layer, and the turns.
 
-Nothing here waits or locks: the lock of the `Coordinator` guards all records of its forward pass.
+Nothing here waits or locks. The lock of the `Coordinator` guards all of this state.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -15,25 +15,25 @@ from typing import Any
 __all__: list[str] = []
 
 MASTER = 0  # the identifier of every master
-RUNS = "is still running"
+STILL_RUNNING = "is still running"
 
-Item = tuple[bool, Any]  # (True, what the replica goes on with), or (False, None) after a break
+Item = tuple[bool, Any]  # (True, value to continue with), or (False, None) after a break
 
 
 class Rendezvous:
-    """Where replicas meet in one layer of a forward pass: the members, and what they have sent in the present call."""
+    """One layer of a forward pass: the replicas that exchange in it, and their messages in the current exchange."""
 
     def __init__(self, name: str, master: int) -> None:
         self.name = name
-        self.members: dict[Hashable, int] = {MASTER: master}  # the numbers of replicas, by identifier
-        self.messages: dict[Hashable, Any] = {}
-        self.call = 1
+        self.members: dict[Hashable, int] = {MASTER: master}  # identifier -> number of the replica
+        self.messages: dict[Hashable, Any] = {}  # identifier -> message in the current exchange
+        self.call = 1  # the number of the current exchange
 
     def __str__(self) -> str:
         return f"{self.name}, call {self.call}"
 
     def admit(self, identifier: Hashable, number: int) -> None:
-        """Make a replica a member, under the name `identifier`."""
+        """Add a replica to the members, under this identifier."""
         if identifier in self.members:
             raise ValueError(
                 f"expected an identifier that is not registered yet, but got {identifier!r} twice ({self.name}); "
@@ -42,88 +42,77 @@ class Rendezvous:
         self.members[identifier] = number
 
     def awaited(self) -> list[int]:
-        """Return the replicas that the present call waits for: those that are missing, or the master that merges."""
+        """Return the replicas without a message in the current exchange; if none, the master, whose callback runs."""
         missing = [number for identifier, number in self.members.items() if identifier not in self.messages]
         return missing or [self.members[MASTER]]
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What the coordinator knows of one replica: what it does, has done, and will get."""
+    """The state of one replica in a forward pass, as its coordinator sees it."""
 
     number: int
-    device: str | None  # None for a replica that was not listed
-    mailbox: SimpleQueue[Item]  # on which it waits
-    thread: int = 0  # the identifier of the thread that runs it; 0 before and after
+    device: str | None  # None for an unlisted replica
+    mailbox: SimpleQueue[Item]  # The replica waits for an item in it.
+    thread: int = 0  # the identifier of the thread that runs the replica; 0 before and afterwards
     waits_in: Rendezvous | None = None
-    ended: str = ""  # how, as messages say it; empty if it has not
+    ended: str = ""  # the way in which it ended, for messages; empty until then
     was_released: bool = False  # whether it got the error of the break
-    failure: BaseException | None = None  # what it raised first, until the caller has asked
+    failure: BaseException | None = None  # its first exception, until `take_failure` hands it to the caller
 
     def __str__(self) -> str:
         return f"replica {self.number} on device {self.device}" if self.device else f"replica {self.number}"
 
     def activity(self, turns: "Turns | None") -> str:
-        """Return what the replica does, in words that follow its name in a message."""
+        """Return the present activity of the replica, as a verb phrase for messages: "waits in stem, call 1"."""
         if self.ended:
             return self.ended
         if self.waits_in is not None:
             return f"waits in {self.waits_in}"
         if not self.thread:
             return "has not started"
-        return "waits for its turn" if turns is not None and self in turns.ready else RUNS
+        return "waits for its turn" if turns is not None and self in turns.ready else STILL_RUNNING
 
     def stack(self) -> str:
-        """Return what the thread of this replica executes now."""
+        """Return the present call stack of the thread of this replica, as text."""
         frame = _current_frames().get(self.thread)
         return f"Stack of {self} at the timeout:\n{''.join(format_stack(frame)).rstrip()}"
-
-
-class Records(dict[int, Record]):
-    """The records of the replicas, by number.
-
-    That of a replica which was not listed is made when it is first asked for: with the lock held, since two threads
-    might otherwise make one each.
-    """
-
-    def __missing__(self, number: int) -> Record:
-        record = self[number] = Record(number, None, SimpleQueue())
-        return record
 
 
 by_number = attrgetter("number")
 
 
 class Turns:
-    """Replicas that share a device run one at a time, so that no result depends on the order of their threads.
+    """Let replicas that share a device run one at a time.
 
-    Each of them is in one of three states. Whenever no replica is running, the lowest that is ready runs.
+    The order in which threads run would otherwise change results, for example of random numbers on that device. Each
+    replica is in one of three states. Whenever no replica is running, the ready replica with the lowest number runs.
 
-                      pass_on                 pass_on: it waits, or has ended
-        --> READY ---------------> RUNNING -------------------------------------------> AWAY
-              ^                                                                          |
-              +--------------------------------------------------------------------------+
-                           resume: what it waits for is there
+                      pass_on            pass_on: it waits for others, or has ended
+        --> READY ---------------> RUNNING ---------------------------------------> AWAY
+              ^                                                                      |
+              +----------------------------------------------------------------------+
+                               resume: the message or answer has arrived
 
-    A ready replica waits on its mailbox until its turn begins, even if it has its answer. The turns end when the
-    forward pass breaks: the coordinator then drops this object, and all who wait get the error and run at once.
+    A ready replica waits on its mailbox until its turn begins, even if its answer has arrived. The turns end when the
+    forward pass breaks: the coordinator drops this object, and all waiting replicas get the error and run at once.
     """
 
     def __init__(self, records: Iterable[Record], begin: Callable[[int], None]) -> None:
-        self.begin = begin  # each replica calls it with its number when its turn has begun
-        self.ready: dict[Record, Any] = dict.fromkeys(records)  # with the values that they go on with
+        self.begin = begin  # Each replica calls it with its number when its turn has begun.
+        self.ready: dict[Record, Any] = dict.fromkeys(records)  # replica -> value to continue with
         self.running: Record | None = None
-        self.since = 0.0  # when this replica began to run
+        self.since = 0.0  # when the turn of the running replica began
         self.pass_on(None)
 
     def resume(self, record: Record, value: Any) -> None:
-        """Let a replica that is away go on with `value` when its turn comes."""
+        """Mark an absent replica as ready: it continues with `value` when its turn comes."""
         self.ready[record] = value
         if self.running is None:
             self.pass_on(None)
 
     def pass_on(self, runner: Record | None) -> None:
-        """Let the lowest replica that is ready run, if `runner` has run until now; None: if none has."""
+        """Start the turn of the next ready replica, if `runner` has the turn now (None: if nobody has it)."""
         if self.running is runner:
             self.since = monotonic()
             record = self.running = min(self.ready, key=by_number, default=None)
@@ -132,15 +121,15 @@ class Turns:
                 del self.ready[record]
 
 
-def those_who_wait(records: Iterable[Record], rendezvous: Rendezvous) -> str:
-    """Return who of `records` waits in `rendezvous`, with the verb: "replica 0 and replica 2 wait"."""
+def format_waiting(records: Iterable[Record], rendezvous: Rendezvous) -> str:
+    """Name the replicas that wait in `rendezvous`, with the verb: "replica 0 and replica 2 wait"."""
     waiting = [record for record in records if record.waits_in is rendezvous]
     names = " and ".join(map(str, sorted(waiting, key=by_number)))
     return f"{names} {'wait' if len(waiting) > 1 else 'waits'}"
 
 
 def remedy_for_loops(places: Iterable[Rendezvous]) -> str:
-    """Return what to do about a loop over samples, if a layer was called more than once; otherwise nothing."""
+    """Return the remedy for a loop over samples, or "" if no layer was called more than once."""
     if all(place.call == 1 for place in places):
         return ""
     return (

@@ -17,7 +17,7 @@ from weakref import ref
 from torch import nn
 
 from ..backends.workspaces import WorkspacePools
-from ..current_replica import is_in_replica, raise_foreign_layer
+from ..current_replica import is_in_replica, raise_if_foreign
 from ..meeting import DEFAULT_TIMEOUT, Coordinator, RunningCallback, SlavePipe, SyncMaster, running_callback
 from ..torch_private import names_of_modules
 from .run import new_coordinator
@@ -101,7 +101,7 @@ def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
     """
     for child in module.modules():
         if hasattr(type(child), _CALLBACK) and _uses_batch(child):
-            raise_foreign_layer(wrapper)
+            raise_if_foreign(wrapper)
 
 
 def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> None:

@@ -31,7 +31,7 @@ from ..current_replica import is_in_replica
 from ..derived import derived_class
 from ..meeting import DEFAULT_TIMEOUT
 from ..messages import check_module, warn_once
-from ..torch_private import BatchNormBase, has_attribute, hooks_of_thread, uncompiled
+from ..torch_private import BatchNormBase, has_attribute, saved_tensors_hooks, uncompiled
 from ..trees import tensors_in
 from .arguments import Arguments, InDims, OutDims, check_dims
 from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
@@ -349,7 +349,7 @@ def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
 
 def _warn_of_checkpoint(wrapper: nn.Module, outputs: list[Any]) -> None:
     """Warn about a checkpoint around the wrapper: its saved-tensor hooks are set in the caller's thread only."""
-    pack, _ = hooks_of_thread(True) or (None, None)
+    pack, _ = saved_tensors_hooks(True) or (None, None)
     is_around = len(outputs) > 1 and getattr(pack, "__module__", None) == "torch.utils.checkpoint"
     if is_around and any([tensor.requires_grad for tensor in tensors_in(outputs)]):
         warn_once(

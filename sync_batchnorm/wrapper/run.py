@@ -39,9 +39,9 @@ from torch import nn
 from torch.autograd import profiler
 
 from ..backends.streams import current_stream
-from ..current_replica import is_in_replica, running
-from ..meeting import PATIENCE, Coordinator, ReplicaSyncError, without_frames
-from ..torch_private import count_dispatch_modes, count_function_modes, hooks_of_thread
+from ..current_replica import context_run, is_in_replica
+from ..meeting import PATIENCE, Coordinator, ReplicaSyncError, strip_frames
+from ..torch_private import count_dispatch_modes, count_function_modes, saved_tensors_hooks
 from .lost_state import ParameterChanges
 from .random_states import RandomStates
 
@@ -135,7 +135,7 @@ class ForwardPass:
         if is_in_replica():
             return error  # The outer wrapper adds the note, with the frames of both.
         is_from_user = isinstance(error, Exception) and not isinstance(error, ReplicaSyncError)
-        return without_frames(error, who, describe() if is_from_user else "")
+        return strip_frames(error, who, describe() if is_from_user else "")
 
 
 def _autocast_device_types() -> Sequence[str]:
@@ -163,7 +163,7 @@ class ReplicaRun:
     def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         coordinator, number = self.forward_pass.coordinator, self.number
         _prepared.set(())
-        token = running.set(ref(self))
+        token = context_run.set(ref(self))
         try:
             with coordinator.begin(number), ExitStack() as stack:
                 if self.stream is not None:
@@ -183,7 +183,7 @@ class ReplicaRun:
             coordinator.leave(number, error)
             raise
         finally:
-            running.reset(token)
+            context_run.reset(token)
 
 
 class ReplicaHandle(nn.Module):
@@ -318,7 +318,7 @@ def _work_and_stay(works: "SimpleQueue[Any]", idle: list[Any], device: torch.dev
 def _thread_state() -> tuple[Any, ...]:
     """Return the settings of this thread that a `forward` may change and leave changed."""
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_device_types()]
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks_of_thread(True)
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), saved_tensors_hooks(True)
     counts = count_function_modes(), count_dispatch_modes(), torch.get_num_threads()  # A default device is a mode.
     return autocast, torch.is_autocast_cache_enabled(), modes, counts
 

@@ -64,9 +64,7 @@ def test_steps_leave_nothing_behind(name, failure):
         for _ in range(20):
             _step(parallel)
         end = time.monotonic() + 60
-        while (
-            len(gc.get_objects()) - objects >= 20 and time.monotonic() < end
-        ):  # Threads end a moment later.
+        while len(gc.get_objects()) - objects >= 20 and time.monotonic() < end:  # Threads end a moment later.
             time.sleep(0.001)
         after, more = _live_tensors(), len(gc.get_objects()) - objects
         unreachable = gc.collect()

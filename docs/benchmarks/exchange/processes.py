@@ -47,9 +47,11 @@ def exchange(library: ModuleType, width: int) -> tuple[Callable[[], object], Cal
     """Return what a layer of a library does between processes, in a forward pass and in a backward pass."""
     statistics, sums = torch.ones(2, 1, width).double().unbind(), torch.zeros(2, width).double()
     layer = library.SynchronizedBatchNorm1d(width)
+    until_2_4 = not hasattr(layer._peers(), "gather_statistics")
+    gather, reduce = ("gathered_statistics", "all_reduced") if until_2_4 else ("gather_statistics", "all_reduce")
     return (
-        lambda: layer._peers().gathered_statistics(statistics, 512, None),
-        lambda: layer._peers().all_reduced(sums),
+        lambda: getattr(layer._peers(), gather)(statistics, 512, None),
+        lambda: getattr(layer._peers(), reduce)(sums),
     )
 
 
