@@ -1,9 +1,9 @@
 """Where a difference begins, and why: by what is exact, or by passes with one thing as it is on one device."""
 
 import inspect
-from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet, Sequence, Set
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from ..layers import _SynchronizedBatchNorm, reason_not_converted
 from ..meeting import ReplicaSyncError
-from ..torch_private import HOOKS, BatchNormBase
+from ..torch_private import BatchNormBase
 from ..trees import children_of, is_sequence_type, tensors_in
+from ..wrapper.hooks import hooks_of
 from .comparing import SCALARS, CompareMode, PatchMode, RecordMode, agree, compared, gap, numbers_of, suspects_in
 from .operations import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
 from .passes import IN_FORWARD, IN_PLACE, CheckConfig, Difference, FailsInReplicas, TwinRun, differences, scalars
-from .twin import CheckMode, ModuleCall, closure_of, copied, shortened
+from .twin import CheckMode, ModuleCall, copied, shortened
 
 __all__: list[str] = []
 
@@ -36,6 +37,7 @@ _BY_SAMPLE = "; if once for each sample, call it once for all rows, or set its g
 _DIVIDES = ", or, if it divides sums, return these, and divide outside"
 _PADS = "; or pad the entries of the list to one size outside, if forward() pads them to the largest of its chunk"
 _IN_REPLICAS = 'see "In the replicas, with balanced memory"'
+_OF_ORIGINAL = "hooks that refer to the model use attributes of the original, not the replica"
 _PLAIN_NORM = "it calls F.batch_norm, or a batch norm that is no submodule; make it an attribute, and convert the model"
 
 
@@ -357,44 +359,20 @@ def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
 
 
 def text_of_hooks(model: nn.Module, original: nn.Module) -> str:
-    """Return which hooks read or write attributes of the original in replicas; `model`, a copy of it, has run."""
-    containers = (MutableMapping, MutableSequence, MutableSet)
-    members = [(f"{name}.{key}".strip("."), held) for name, of in original.named_modules() for key, held in _own(of)]
-    attributes = {id(held): name for name, held in members if isinstance(held, containers)}
-    for name, module in model.named_modules():
-        for hook in [hook for hooks in HOOKS for hook in vars(module).get(hooks, {}).values()]:
-            function = getattr(hook, "__func__", hook)
-            held = [getattr(hook, "__self__", None), *_held_by(function)] if hasattr(function, "__code__") else []
-            used = [attributes[id(value)] for value in held if id(value) in attributes]
-            for other in [value for value in held if isinstance(value, nn.Module)]:
-                words = [*function.__code__.co_names, *function.__code__.co_consts]  # the latter for setattr
-                readable = vars(other).keys() & _names_in_methods(model, other, function.__name__)  # Others log only.
-                used += [word for word in words if isinstance(word, str) and word in readable - _OF_MODULES]
-            if used:
-                return (
-                    "hooks that refer to the model use attributes of the original, not the replica: "
-                    f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(used)}), see "
-                    '"Hooks that refer to the model"'
-                )
+    """Return which hook uses an attribute or container of the original that methods use, too; `model`, a copy, ran."""
+    held = [(f"{name}.{key}", it) for name, child in original.named_modules() for key, it in vars(child).items()]
+    names = {id(it): name.strip(".") for name, it in held if isinstance(it, (dict, list, set, deque))}
+    methods = [it for child in model.modules() for cls in type(child).__mro__ for it in vars(cls).items()]
+    codes: set[Any] = {getattr(inspect.unwrap(it), "__code__", None) for key, it in methods if key != "__init__"}
+    for module, hook, variables in hooks_of(model):
+        values, code = [*variables.values(), *(hook.__defaults__ or ())], hook.__code__
+        words = {name for other in codes - {code, None} for name in other.co_names} - _OF_MODULES
+        words &= {*code.co_names, *code.co_consts}  # the latter for setattr
+        used = [key for it in values if isinstance(it, nn.Module) for key in vars(it) if key in words]
+        if used := [*used, *[names[id(it)] for it in values if id(it) in names]]:
+            name = f"{hook.__qualname__} of {module or 'the model itself'} ({', '.join(used)})"
+            return f'{_OF_ORIGINAL}: {name}, see "Hooks that refer to the model"'
     return ""
-
-
-def _own(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in vars(module).items() if key not in _OF_MODULES]
-
-
-def _held_by(function: FunctionType) -> list[Any]:
-    """Return the values of variables outside of a function that it uses, and the objects of methods among them."""
-    values = [*closure_of(function), *map(function.__globals__.get, function.__code__.co_names)]
-    return [*values, *(function.__defaults__ or ()), *[getattr(value, "__self__", None) for value in values]]
-
-
-def _names_in_methods(model: nn.Module, module: nn.Module, hook: str) -> set[str]:
-    """Return the names that methods of a module, and of those around it, use, except for `__init__` and a hook."""
-    around = {type(other) for other in model.modules() if any(child is module for child in other.modules())}
-    members = [(cls, key) for cls in {type(module), *around} for key in {*dir(cls)} - {"__init__", hook}]
-    codes = [getattr(inspect.unwrap(inspect.getattr_static(*member)), "__code__", None) for member in members]
-    return {name for code in codes for name in getattr(code, "co_names", ())}
 
 
 def _uses_batch(module: object) -> bool:

@@ -1,16 +1,15 @@
-"""The attributes of modules that hooks read or set, as far as their bytecode is certain.
+"""The hooks of a model, the objects that their variables refer to, and the attributes of modules that they read.
 
-A hook of the model runs in each replica, while its `self`, closure and globals refer to the model. An access counts if
-the code takes the attribute directly of such a variable, or of a submodule of it; in methods that the hook calls, too.
+A hook of the model runs in each replica, while its `self`, closure and globals refer to the model.
 """
 
 import dis
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from types import FunctionType, MethodType
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,59 +18,39 @@ from ..torch_private import HOOKS, names_of_modules
 
 __all__: list[str] = []
 
-Access = tuple[nn.Module, str]  # a module, and the name of its attribute
-_DEPTH = 3  # of methods that call each other. Arbitrary.
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 
 
-def hooks_of(model: nn.Module) -> Iterator[tuple[str, Any, set[Access], set[Access]]]:
-    """Yield the name of a module, each of its hooks, what every call of the hook reads, and what it may read or set."""
+def hooks_of(model: nn.Module) -> Iterator[tuple[str, FunctionType, dict[str, Any]]]:
+    """Yield for each hook in Python the name of its module, its function, and the values of the function's variables.
+
+    Variables of the call are None, except for `self`.
+    """
     kinds = [kind for kind in HOOKS if torch.is_grad_enabled() or "backward" not in kind]
     for module, name in names_of_modules(model).items():
         for hook in [hook for kind in kinds for hook in vars(module).get(kind, {}).values()]:
-            yield name, hook, *_accesses(hook, _DEPTH)
+            method = hook.func if isinstance(hook, partial) else hook
+            function, owner = inspect.unwrap(getattr(method, "__func__", method)), getattr(method, "__self__", None)
+            with suppress(TypeError, ValueError):  # No Python, or a variable of its closure is not set yet.
+                outside, code = inspect.getclosurevars(function), function.__code__
+                local = {**dict.fromkeys((*code.co_varnames, *code.co_cellvars)), **outside.nonlocals}
+                yield name, function, {**outside.globals, **local, **dict.fromkeys(code.co_varnames[:1], owner)}
 
 
-def _accesses(function: Any, depth: int) -> tuple[set[Access], set[Access]]:
-    """Return the attributes that each call of a function reads before it sets them, and all that it may read or set."""
-    reads, some, reads_from = set[Access](), set[Access](), dict[int, set[Access]]()
-    steps, variables = _code_of(function) if depth else ([], {})
-    for i, step in reversed([*enumerate(steps)]):
-        name, owner = step.argval, _loaded(steps, i - 1, variables)
-        called = _loaded(steps, i - 2, variables) if step.opname == "LOAD_CONST" else None
-        kind = "LOAD_ATTR" if called is getattr else "STORE_ATTR" if called is setattr else step.opname
-        if step.opname.startswith("RETURN_"):
-            reads = set()
-        elif step.opcode in _JUMPS and name in reads_from:  # All others jump back, to a loop, which ends at last.
-            reads = reads_from[name] if step.opname == "JUMP_FORWARD" else reads & reads_from[name]
-        elif kind in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and isinstance(owner, nn.Module):
-            method = None if name in vars(owner) else inspect.getattr_static(type(owner), name, None)
-            inside = _accesses(MethodType(method, owner) if isinstance(method, FunctionType) else None, depth - 1)
-            reads = (reads - {(owner, name)} if kind == "STORE_ATTR" else reads | {(owner, name)}) | inside[0]
-            some |= {(owner, name)} | inside[1]
-        reads_from[step.offset] = reads
-    return reads, some
+def reads_of(function: FunctionType, variables: Mapping[str, Any]) -> set[tuple[nn.Module, str]]:
+    """Return modules and names of their attributes that each call of a hook certainly reads from the hook's variables.
 
-
-def _code_of(function: Any) -> tuple[list[dis.Instruction], dict[str, Any]]:
-    """Return the instructions of a function, and the values of its variables; None for an argument of its calls."""
-    bound, function = (function.args, function.func) if isinstance(function, partial) else ((), function)
-    bound = (function.__self__, *bound) if isinstance(function, MethodType) else bound
-    function = inspect.unwrap(function)
-    with suppress(TypeError, ValueError):  # It is not written in Python, or a variable of its closure is not set yet.
-        closure, code = inspect.getclosurevars(function), function.__code__
-        arguments = dict(zip(code.co_varnames[: code.co_argcount], bound, strict=False))
-        local = {**dict.fromkeys((*code.co_varnames, *code.co_cellvars)), **arguments, **closure.nonlocals}
-        return [*dis.get_instructions(code)], {**closure.builtins, **closure.globals, **local}
-    return [], {}
-
-
-def _loaded(steps: Sequence[dis.Instruction], i: int, variables: dict[str, Any]) -> Any:
-    """Return the object that an instruction loads for the next one; None if that is not certain."""
-    step = steps[i]
-    name = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
-    if i >= 0 and step.opname == "LOAD_ATTR" and not steps[i + 1].is_jump_target:
-        owner = _loaded(steps, i - 1, variables)
-        return (owner._modules if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})).get(name)
-    is_variable = step.opname.startswith(("LOAD_GLOBAL", "LOAD_FAST", "LOAD_DEREF"))
-    return variables.get(name) if is_variable and not steps[i + 1].is_jump_target else None
+    Those are the reads before the first branch and before the first attribute that the hook sets, or a method of a
+    module could set.
+    """
+    reads, owner = set[tuple[nn.Module, str]](), cast(Any, None)
+    for step in dis.get_instructions(function):
+        name = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+        is_read = step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(owner, nn.Module)
+        ends = step.opcode in _JUMPS or step.opname.startswith(("RETURN_", "RAISE_", "STORE_ATTR")) or name == "setattr"
+        if ends or (is_read and hasattr(type(owner), name)):
+            break
+        reads |= {(owner, name)} if is_read else set()
+        is_variable = "LOAD_FAST" in step.opname or step.opname in ("LOAD_GLOBAL", "LOAD_DEREF")
+        owner = owner._modules.get(name) if is_read else variables.get(name) if is_variable else None
+    return reads

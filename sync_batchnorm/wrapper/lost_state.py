@@ -2,7 +2,7 @@
 
 import reprlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,29 +11,37 @@ import torch
 from torch import Tensor, nn
 
 from ..messages import warn_once
-from .hooks import hooks_of
+from .hooks import hooks_of, reads_of
 
 __all__: list[str] = []
 
 LOOKS = 3  # Arbitrary: what a model counts or averages, it does in each training step.
 _KINDS = frozenset({bool, int, float, complex, str})
-CHANGE_IN_PLACE = (
-    "Make numbers and averages buffers that are changed in place, as in self.step.add_(1), or set it outside forward"
-)
+CHANGE_IN_PLACE = "Change buffers in place, as in self.step.add_(1), or set it outside forward()"
 MAKE_BEFORE = "Make modules, parameters and buffers in __init__()"
 RETURN = "Return a penalty, so that the training loop gets it from all replicas"
 REGISTER = "Register a forward hook in forward(), where self is the replica, and remove it there"
+_LOST = "unless each forward pass sets it before it reads it, state is lost: forward() of {model} set {names} of "
+_LOST += "replica 0, which ends with the forward pass, while the model keeps its former values. {details}"
+_SET = "while replicas of {model} ran, something set {names} of the model itself, as a hook or closure does that "
+_SET += (
+    "refers to the model: each replica sets it, and a forward() that reads it from self gets an older value, or none. "
+)
+_SET += f"{REGISTER}, or return what it collects"
+_READ = "hooks of {model} ({details}) read {names} of the model itself, while forward() sets that of the replica: they "
+_READ += f"get an older value, or none. {REGISTER}"
 
 # By wrapper, how many forward passes were looked at in training mode and in eval mode, and how often each attribute was
 # named in each kind of warning. Not an attribute: a copy or pickle of a wrapper begins at zero.
 _looks: "WeakKeyDictionary[nn.Module, Counter[Any]]" = WeakKeyDictionary()
 
-# How many forward passes have changed a parameter in place, by module and by name.
+# How many forward passes have changed a parameter in place, or have compared it, by module and by name.
 _changes: "WeakKeyDictionary[nn.Module, Counter[str]]" = WeakKeyDictionary()
 
-# Modules, each with the prefix of its attributes' names in the model, and with what it had before the replicas ran: its
-# attributes, parameters, buffers and submodules, and the data of its parameters.
-Watched = Sequence[tuple[nn.Module, str, dict[str, Any], dict[str, Tensor]]]
+# The modules of a model, each with the prefix of its attributes' names in the model; its attributes, parameters,
+# buffers and submodules at one moment; and the data of its parameters.
+Snapshot = dict[nn.Module, tuple[str, dict[str, Any], dict[str, Tensor]]]
+Found = dict[str, tuple[str, str]]  # by name of an attribute: how a text shows it, and a remedy or a hook
 
 
 class Look:
@@ -47,114 +55,72 @@ class Look:
         self._looks, self._original, self._replica = _looks.setdefault(wrapper, Counter()), original, replica
         self._mode = replica.training
         is_due = vars(replica).get("_is_replica") and self._looks[self._mode] < LOOKS
-        self._of_replica: Watched = _watched(replica) if is_due else ()
+        self._of_replica = _snapshot(replica) if is_due else {}
         # Replicas of somebody else's are their own originals.
-        self._of_model: Watched = _watched(original) if is_due and original is not replica else ()
+        self._of_model = _snapshot(original) if is_due and original is not replica else {}
 
     def warn(self) -> None:
         """Count a look, and warn of each attribute once."""
         self._looks[self._mode] += bool(self._of_replica)
-        lost = _lost_state(self._replica, self._of_replica) if self._mode else {}
-        # What was missing or None before may be a cache. A later pass tells.
-        set_on_model = {name: values for name, values in _changed(self._of_model).items() if values[0] is not None}
-        for found, text_of in ((lost, _text_of_lost), (set_on_model, _text_of_set), (self._reads(), _text_of_reads)):
-            new = {name: it for name, it in found.items() if not self._looks[text_of, name]}
-            self._looks.update((text_of, name) for name in new)
-            if new:
-                warn_once(text_of(type(self._replica).__name__, new))
+        for text in self._texts(has_ended=True):
+            warn_once(text)
 
     def note(self) -> str:
         """Return what the note of an error says of hooks of the model, after a forward pass that has failed."""
         with suppress(Exception):  # whatever state replicas and devices are in
-            pairs = (_changed(self._of_model), _text_of_set), (self._reads(), _text_of_reads)
-            texts = [text_of(type(self._replica).__name__, found) for found, text_of in pairs if found]
-            return " ".join([f"In this forward pass, {text}." for text in texts])
+            return " ".join([f"In this forward pass, {text}." for text in self._texts(has_ended=False)])
         return ""
 
-    def _reads(self) -> dict[str, Any]:
-        """Return the attributes of the model that hooks read while the replica has other values, each with a hook."""
-        prefixes = {module: prefix for module, prefix, *_ in self._of_model}
-        hooks = [(hook, reads) for _, hook, reads, _ in hooks_of(self._original)] if prefixes else []
-        read = {prefixes[module] + name: hook for hook, reads in hooks for module, name in reads if module in prefixes}
-        set_on_model = {prefix + name for _, prefix, name, *_ in _reassigned(self._of_model)}
-        return {name: read[name] for name in _changed(self._of_replica, read.keys() - set_on_model)}
+    def _texts(self, has_ended: bool) -> Iterator[str]:
+        lost = _lost(self._replica, self._of_replica) if self._mode and has_ended else {}
+        for form, found in ((_LOST, lost), *self._of_hooks(has_ended)):
+            new = {name: it for name, it in found.items() if not (has_ended and self._looks[form, name])}
+            self._looks.update((form, name) for name in new if has_ended)
+            if new:
+                names = ", ".join([shown for shown, _ in new.values()])
+                details = "; ".join(dict.fromkeys([detail for _, detail in new.values()]))
+                yield form.format(model=type(self._replica).__name__, names=names, details=details)
+
+    def _of_hooks(self, has_ended: bool) -> Iterator[tuple[str, Found]]:
+        """Yield what was set on the model, and what hooks read from it while the replica has another value."""
+        on_model, on_replica = _reassigned(self._of_model), _reassigned(self._of_replica)
+        changed = [(name, old) for name, (_, _, old, new) in on_model.items() if not _are_equal(old, new)]
+        # What was missing or None before may be a cache. A later pass tells.
+        yield _SET, {name: (name, "") for name, old in changed if old is not None or not has_ended}
+        found: Found = {}
+        for _, hook, variables in hooks_of(self._original) if on_replica else ():
+            for module, key in reads_of(hook, variables):
+                name = self._of_model[module][0] + key if module in self._of_model else ""
+                if name in on_replica and name not in on_model and not _are_equal(*on_replica[name][2:]):
+                    found[name] = name, hook.__qualname__
+        yield _READ, found
 
 
-def _watched(root: nn.Module) -> Watched:
-    watched = []
+def _snapshot(root: nn.Module) -> Snapshot:
+    snapshot: Snapshot = {}
     for name, module in root.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):  # which makes new objects of its buffers at each look
-            data = {key: tensor.detach() for key, tensor in module._parameters.items() if tensor is not None}
-            watched.append((module, f"{name}." if name else "", _members(module), data))
-    return watched
-
-
-def _reassigned(state: Watched) -> Iterator[tuple[nn.Module, str, str, Any, Any]]:
-    """Yield for each member that is bound anew: the module, the prefix, the name, what was there or None, what is."""
-    for module, prefix, members, _ in state:
-        for name, value in _members(module).items():
-            if name not in members or members[name] is not value:
-                yield module, prefix, name, members.get(name), value
+            data = {k: p.detach() for k, p in module._parameters.items() if p is not None and p.layout == torch.strided}
+            snapshot[module] = f"{name}." if name else "", _members(module), data
+    return snapshot
 
 
 def _members(module: nn.Module) -> dict[str, Any]:
     return {**vars(module), **module._parameters, **module._buffers, **module._modules}
 
 
-def _changed(state: Watched, among: Collection[str] | None = None) -> dict[str, tuple[Any, Any]]:
-    """Return for each member, or each of some, that is bound to another value: what was there or None, what is."""
-    found = {prefix + name: (before, value) for _, prefix, name, before, value in _reassigned(state)}
-    names = found if among is None else [name for name in found if name in among]
-    return {name: found[name] for name in names if not _are_equal(*found[name])}
-
-
-def _lost_state(replica: nn.Module, state: Watched) -> dict[str, tuple[str, str]]:
-    """Return what a replica that has run has bound anew, and what the model would have kept on one device.
-
-    That is, by name, the remedy, and from which number to which.
-    """
-    known = {id(replica)} | {id(member) for _, _, members, _ in state for member in members.values()}
-    lost: dict[str, tuple[str, str]] = {}
-    for module, prefix, name, before, value in _reassigned(state):
-        if remedy := _remedy(module, name, before, value, id(value) in known):
-            numbers = f" (from {reprlib.repr(before)} to {reprlib.repr(value)})" if type(value) in _KINDS else ""
-            lost[prefix + name] = remedy, numbers
-    for module, prefix, members, data in state:
-        for name, tensor in data.items():
-            if module._parameters.get(name) is members[name] and _has_other_data(members[name], tensor):
-                lost[prefix + name] = CHANGE_IN_PLACE, ""
-    return lost
-
-
-def _text_of_lost(model: str, lost: Mapping[str, tuple[str, str]]) -> str:
-    remedies = ". ".join(dict.fromkeys([remedy for remedy, _ in lost.values()]))
-    return (
-        f"unless each forward pass sets it before it reads it, state is lost: forward() of {model} set "
-        f"{_listed([name + numbers for name, (_, numbers) in lost.items()])} of replica 0, which ends with the forward "
-        f"pass, while the model keeps its former values. {remedies}"
-    )
-
-
-def _text_of_set(model: str, names: Collection[str]) -> str:
-    return (
-        f"while replicas of {model} ran, something set {_listed(names)} of the model itself, as a hook or closure does "
-        "that refers to the model: each replica sets it, and a forward() that reads it from self gets an older value, "
-        f"or none. {REGISTER}, or return what it collects"
-    )
-
-
-def _text_of_reads(model: str, hooks: Mapping[str, Any]) -> str:
-    hook = next(iter(hooks.values()))
-    return (
-        f"hooks of {model}, such as {getattr(hook, '__qualname__', hook)}, read {_listed(hooks)} of the model itself, "
-        f"while forward() sets that of the replica: they get an older value, or none. {REGISTER}"
-    )
+def _reassigned(state: Snapshot) -> dict[str, tuple[nn.Module, str, Any, Any]]:
+    """Return by name each member that is reassigned: the module, the attribute, the old value or None, the new one."""
+    return {
+        prefix + key: (module, key, old.get(key), new)
+        for module, (prefix, old, _) in state.items()
+        for key, new in _members(module).items()
+        if old.get(key) is not new
+    }
 
 
 def _are_equal(before: Any, value: Any) -> bool:
     """Return whether two values are equal, whatever objects they are. NaN is equal to NaN."""
-    if before is value:
-        return True
     with suppress(Exception):  # of values that cannot be compared
         if isinstance(before, Tensor):  # An optimizer knows a parameter by its identity.
             return torch.equal(before, value) and not isinstance(before, nn.Parameter)
@@ -162,87 +128,81 @@ def _are_equal(before: Any, value: Any) -> bool:
     return False
 
 
-def _listed(names: Collection[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+def _lost(replica: nn.Module, state: Snapshot) -> Found:
+    """Return the members that a replica has reassigned, and that the model would have kept on one device."""
+    known = {id(replica)} | {id(member) for _, members, _ in state.values() for member in members.values()}
+    lost = Found()
+    for name, (module, key, before, value) in _reassigned(state).items():
+        if remedy := _remedy(module, key, before, value, id(value) in known):
+            numbers = f" (from {reprlib.repr(before)} to {reprlib.repr(value)})" if type(value) in _KINDS else ""
+            lost[name] = name + numbers, remedy
+    for module, (prefix, members, data) in state.items():
+        for key, old in data.items():
+            new: Any = members[key]
+            is_replaced = new.data_ptr() != old.data_ptr() and module._parameters.get(key) is new
+            if is_replaced and new.dtype == old.dtype and not torch.equal(new, old):  # The same numbers may move.
+                lost[prefix + key] = prefix + key, CHANGE_IN_PLACE
+    return lost
 
 
 def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: bool) -> str | None:
-    """Return what to do if a member of a module that was bound anew is lost, or None if it is not.
+    """Return what to do if a member of a module that was reassigned is lost, or None if it is not.
 
-    Of attributes, a number or a string is lost that has replaced another one, and a 0-dimensional tensor in a graph
-    that has replaced what the attribute had before: a training loop reads such a penalty. All other tensors are
-    activations, and what was None or missing may be a cache, which is filled in each forward pass. The mode may be set
-    for the time that a forward runs.
+    Of attributes, a number or a string is lost that has replaced another one, and a 0-dimensional tensor that requires
+    a gradient and has replaced any value: a training loop reads such a penalty. All other tensors are activations, and
+    what was None or missing may be a cache, which is filled in each forward pass. The mode may be set for the time that
+    a forward runs.
     """
+    is_new = value is not None and not is_known
     if name in module._modules:
-        return MAKE_BEFORE if value is not None and not is_known and value.state_dict() else None
+        return MAKE_BEFORE if is_new and value.state_dict() else None
     if name in module._parameters:
-        return MAKE_BEFORE if value is not None and before is None and not is_known else None
-    if name in module._buffers:
-        if before is not None:
-            return CHANGE_IN_PLACE
-        return MAKE_BEFORE if name in module.state_dict() else None  # Other buffers may be caches, too.
+        return MAKE_BEFORE if is_new and before is None else None
+    if name in module._buffers:  # Others than those in the state may be caches, too.
+        return CHANGE_IN_PLACE if before is not None else MAKE_BEFORE if name in module.state_dict() else None
     if type(value) in _KINDS and type(before) in _KINDS:
         return CHANGE_IN_PLACE if name != "training" and not _are_equal(before, value) else None
-    return RETURN if before is not None and _is_in_graph(value) and value.dim() == 0 else None
-
-
-def _has_other_data(parameter: Any, data: Tensor) -> bool:
-    """Return whether other numbers were assigned to the `data` of a parameter, not only other memory or dtype."""
-    if data.layout != torch.strided or parameter.dtype != data.dtype:
-        return False
-    return parameter.data_ptr() != data.data_ptr() and not torch.equal(parameter, data)
-
-
-def _is_in_graph(value: object) -> bool:
-    """Return whether a value is a tensor that a node of autograd has made."""
-    if not issubclass(type(value), Tensor):
-        return False
-    try:
-        return value.grad_fn is not None  # type: ignore[attr-defined]
-    except RuntimeError:  # of one of the views of `unbind` or `split` whose base was changed in place
-        return True
+    is_penalty = isinstance(value, Tensor) and value.requires_grad and value.dim() == 0
+    return RETURN if before is not None and is_penalty else None
 
 
 class ParameterChanges:
     """The changes in place of parameters in a forward pass whose replicas share their memory.
 
-    Replicas may all change a parameter in the same way, as `clamp_` does, so that to repeat it changes nothing. To know
-    that, all parameters are watched in the first forward pass of a module. Later, only those are that have changed
-    in an earlier one, a few times.
+    Replicas may all change a parameter in the same way, as `clamp_` does, so that to repeat it changes nothing, or each
+    other rows, as `max_norm` does. An element that one turn has changed and a later one changes again is certain. A
+    parameter is copied and compared in a few forward passes after the first one that has changed it.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        parameters = [(name, p) for name, p in module.named_parameters() if not p.is_inference()]
         # The version of a tensor grows with every change in place of its memory.
-        self._parameters = [(name, p, p._version) for name, p in module.named_parameters() if not p.is_inference()]
-        is_first, self._counts = module not in _changes, _changes.setdefault(module, Counter())
-        watched = [it for it in self._parameters if is_first or 0 < self._counts[it[0]] <= LOOKS]
-        # To repeat `max_norm` changes nothing, though each replica changes other rows.
-        modules = [it for it in module.modules() if isinstance(it, (nn.Embedding, nn.EmbeddingBag))] if watched else []
-        bounded = {id(child._parameters.get("weight")) for child in modules if child.max_norm is not None}
-        self._watched = [it for it in watched if id(it[1]) not in bounded and it[1].layout == torch.strided]
-        self._after_first: dict[str, Tensor] = {}
+        self._parameters = {name: (p, p._version) for name, p in parameters if p.layout == torch.strided}
+        self._counts = _changes.setdefault(module, Counter())
+        watched = [name for name in self._counts if self._counts[name] <= LOOKS and name in self._parameters]
+        # before, and after the first turn that changes it
+        self._values = {name: [self._parameters[name][0].detach().clone()] for name in watched}
 
     def look(self) -> None:
         """Copy parameters that have just changed in a turn, the first turn that changes them."""
-        for name, parameter, version in self._watched:
-            if parameter._version != version and name not in self._after_first:
-                self._after_first[name] = parameter.detach().clone()
+        for name, values in self._values.items():
+            parameter, version = self._parameters[name]
+            if parameter._version != version and len(values) == 1:
+                values.append(parameter.detach().clone())
 
     def warn(self, times: int) -> None:
-        """Warn of parameters that have changed after the first turn that has changed them."""
-        self._counts.update([name for name, parameter, version in self._parameters if parameter._version != version])
-        first = self._after_first
-        names = [name for name, p, _ in self._watched if name in first and _differs(first.pop(name), p)]
-        if names:
-            warn_once(
-                f"forward() modified parameters {names} in place; each of the {times} replicas, which share their "
-                "memory, repeated the change; make it a buffer, or change it outside forward()"
-            )
+        """Warn of parameters with elements that two turns have changed."""
+        changed = [name for name, (p, version) in self._parameters.items() if p._version != version]
+        values, self._values = self._values, {}
+        self._counts.update({*changed, *values})
+        if names := [name for name, turns in values.items() if _is_repeated(self._parameters[name][0], *turns)]:
+            text = f"forward() modified parameters {names} in place; each of the {times} replicas, which share their "
+            warn_once(f"{text}memory, repeated the change; make it a buffer, or change it outside forward()")
 
 
-def _differs(first: Tensor, parameter: Tensor) -> bool:
-    """Return whether values differ by more than rounding, as that of a second normalization."""
-    rounding = 8 * torch.finfo(parameter.dtype).eps if parameter.is_floating_point() else 0.0
-    return not torch.allclose(first, parameter, rtol=rounding, atol=0.0, equal_nan=True)
+def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> bool:
+    """Return whether elements that the first turn has changed differ at last by more than rounding."""
+    first = before if first is None else first  # Only the last turn has changed it, if any.
+    rounding = 8 * torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0  # of a second normalization
+    again = ~torch.isclose(first, last, rtol=rounding, atol=0.0, equal_nan=True)
+    return bool((again & (before != first)).any())

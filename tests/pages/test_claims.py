@@ -457,6 +457,12 @@ def _scales_weight(net: Net, input: Tensor) -> Tensor:
     return net.bn(input)
 
 
+def _called_twice(parallel: nn.Module, input: Tensor) -> None:
+    """Call a wrapper twice: a parameter that `forward` changes is watched after the first forward pass."""
+    parallel(input)
+    parallel(input)
+
+
 class OwnForward(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
@@ -470,7 +476,9 @@ FILTERED: dict[str, Callable[[Tensor], Any]] = {
     )(input),
     "hooks that set": lambda input: DataParallelWithCallback(_with_hook_that_sets(), CPUS)(input),
     "read them": lambda input: DataParallelWithCallback(_with_hook_that_reads(), CPUS)(input),
-    "parameters changed": lambda input: DataParallelWithCallback(Net(_scales_weight, bn=_norm()), CPUS)(input),
+    "parameters changed": lambda input: _called_twice(
+        DataParallelWithCallback(Net(_scales_weight, bn=_norm()), CPUS), input
+    ),
     "lists not cut": lambda input: DataParallelWithCallback(Net(lambda net, x, tables: net.bn(x), bn=_norm()), CPUS)(
         input, [torch.ones(10, 2), torch.ones(10, 2)]
     ),

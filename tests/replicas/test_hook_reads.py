@@ -31,12 +31,24 @@ class Film(nn.Module):
     def modulate(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output * self.condition
 
-    def modulate_all(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (*output, self.condition)
-        for _ in range(2):
-            output = output * 1
-        return self.modulate(module, args, output)
+    def modulate_and_check(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        output = output * self.condition
+        if self.is_tracing:
+            print(output)
+        return output
+
+    def modulate_if_it_fails(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        try:
+            return output * 2
+        except TypeError:
+            return output * self.condition
+
+    def reset(self) -> None:
+        self.condition = 1.0
+
+    def reset_first(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self.reset()
+        return output * self.condition
 
     def look_at_gradients(self, module: nn.Module, *gradients: Any) -> None:
         self.seen.append(self.condition)
@@ -65,10 +77,6 @@ class Film(nn.Module):
         return self.bn(self.body(input) + self.part(input))
 
 
-def of_another(net: Film, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output * net.condition
-
-
 class Recorder:
     """Has hooks of its own, and an attribute of the same name as the model."""
 
@@ -77,9 +85,6 @@ class Recorder:
 
     def record(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output * self.condition
-
-    def read(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output * self.part.condition
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return self.record(module, args, output)
@@ -124,15 +129,11 @@ def with_unset_variable(net: Film) -> Any:
 READ = {  # the hook of a model, and what is named
     "a method": (lambda net: net.modulate, "condition"),
     "a closure": (lambda net: lambda module, args, output: output * net.condition, "condition"),
-    "a closure that calls a method": (lambda net: lambda *args: net.modulate(*args), "condition"),
-    "a method in all its branches": (lambda net: net.modulate_all, "condition"),
     "a partial of a method": (lambda net: partial(net.modulate), "condition"),
-    "a partial with the model": (lambda net: partial(of_another, net), "condition"),
+    "a method before a branch": (lambda net: net.modulate_and_check, "condition"),
     "a decorated method": (lambda net: net.modulate_without_grad, "condition"),
-    "by name": (lambda net: lambda module, args, output: output * getattr(net, "condition", None), "condition"),
     "a global": (keep_global, "condition"),
     "a submodule": (lambda net: lambda module, args, output: output * net.part.condition, "part.condition"),
-    "a method of another object": (lambda net: Recorder(net).read, "part.condition"),
 }
 NOT_READ = {
     "an attribute of the module that is called": lambda net: read_module,
@@ -142,6 +143,8 @@ NOT_READ = {
     "an attribute that the hook has set": lambda net: net.set_first,
     "an attribute that the hook has set by name": lambda net: net.set_first_by_name,
     "an attribute in a branch": lambda net: net.trace,
+    "an attribute that a method of the model sets first": lambda net: net.reset_first,
+    "an attribute behind a return": lambda net: net.modulate_if_it_fails,
     "an attribute of one of two": lambda net: lambda *args: (net.recorder if net else net.part).condition * args[2],
     "an object that can be called": Recorder,
     "a variable that is not set": with_unset_variable,
@@ -171,7 +174,7 @@ def test_hook_that_reads_from_the_model_what_forward_sets_is_named_once(devices,
 
 def test_text_has_the_hook_and_the_remedy():
     (text,) = texts_of(Film(lambda net: net.modulate), ["cpu"] * 2)
-    assert text.startswith("hooks of Film, such as Film.modulate, read condition of the model itself, while forward()")
+    assert text.startswith("hooks of Film (Film.modulate) read condition of the model itself, while forward() sets")
     assert "Register a forward hook in forward()" in text
     assert len(text.split()) <= 60
 
@@ -245,7 +248,7 @@ class Keeping(nn.Module):
 
 NOTES = {
     "set": "In this forward pass, while replicas of Keeping ran, something set kept of the model itself, as a hook or",
-    "read": "In this forward pass, hooks of Keeping, such as Keeping.read, read kept of the model itself, while",
+    "read": "In this forward pass, hooks of Keeping (Keeping.read) read kept of the model itself, while",
 }
 
 

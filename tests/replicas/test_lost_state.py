@@ -85,7 +85,7 @@ def test_numbers_strings_and_buffers_that_a_replica_loses_are_named_once(devices
     (text,) = steps(DataParallelWithCallback(model, devices), devices)
     assert text.startswith(
         f"{UNLESS} Sequential set 0.step (from 0 to 1), 0.rate (from 0.5 to 0.1), 0.phase (from 'a' to 'b'), 0.is_warm "
-        "(from False to True) and 0.ema of replica 0, which"
+        "(from False to True), 0.ema of replica 0, which"
     )
     assert "self.step.add_(1)" in text
     assert (inner.step, inner.rate, inner.phase, inner.is_warm) == (0, 0.5, "a", False)
@@ -107,7 +107,7 @@ def linear(output: Tensor) -> nn.Module:
     return nn.Linear(3, 3, device=output.device)
 
 
-NUMBERS = "Make numbers and averages buffers"
+NUMBERS = "Change buffers in place"
 MAKE, RETURN = "Make modules, parameters and buffers in __init__()", "Return a penalty"
 MADE = {  # what a forward pass makes, by name, and the remedies
     "head": (lambda net, x: make(net, "head", linear(x)), [MAKE]),
@@ -124,7 +124,7 @@ MADE = {  # what a forward pass makes, by name, and the remedies
 def test_what_is_made_in_a_forward_pass_is_named_once_with_its_remedies(devices, names):
     assign, remedies = MADE[names]
     (text,) = warned(assign, devices)
-    names = names.replace("step", "step (from 0 to 1)")
+    names = names.replace(" and ", ", ").replace("step", "step (from 0 to 1)")
     assert text.startswith(f"{UNLESS} Counting set {names} of replica 0, which ends with the forward pass")
     assert [remedy for remedy in (NUMBERS, MAKE, RETURN) if remedy in text] == remedies
 
@@ -221,7 +221,7 @@ def test_what_a_hook_sets_on_the_model_is_named_once(devices, run, kind):
     model = Hooked(kind, keep_on_model).to(as_devices(devices)[0])
     first, second = run(DataParallelWithCallback(model, devices), devices)
     assert first.startswith(ON_MODEL.format("count"))
-    assert second.startswith(ON_MODEL.format("kept and norm"))  # which were None before the first forward pass
+    assert second.startswith(ON_MODEL.format("kept, norm"))  # which were None before the first forward pass
     assert "Register a forward hook in forward(), where self is the replica" in first
     assert len(model.calls) == 3 * len(devices)  # one in each replica
 

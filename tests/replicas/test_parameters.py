@@ -270,7 +270,7 @@ IN_PLACE = {  # how replicas change a parameter, and the number of warnings
 }
 
 
-@pytest.mark.parametrize("passes", [1, 6])
+@pytest.mark.parametrize("passes", [2, 6])
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("kind", IN_PLACE)
 @local
