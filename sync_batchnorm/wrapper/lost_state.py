@@ -196,8 +196,10 @@ class ParameterChanges:
         values, self._values = self._values, {}
         self._counts.update({*changed, *values})
         if names := [name for name, turns in values.items() if _is_repeated(self._parameters[name][0], *turns)]:
-            text = f"forward() modified parameters {names} in place; each of the {times} replicas, which share their "
-            warn_once(f"{text}memory, repeated the change; make it a buffer, or change it outside forward()")
+            warn_once(
+                f"forward() modified parameters {names} in place; each of the {times} replicas, which share their "
+                "memory, repeated the change; make it a buffer, or change it outside forward()"
+            )
 
 
 def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> bool:

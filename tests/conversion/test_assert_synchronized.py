@@ -266,7 +266,7 @@ WARN_IN_THEIR_LINE: dict[str, Callable[[], object]] = {
     "2 BatchNorm layers in training mode": lambda: _ours(_plain_net())(X),
     "replicas that are not connected": lambda: TorchStyle(Net(lambda net, x: net.layer(x), layer=_net()[1]), 2)(X),
     "all input tensors were scalars": lambda: _ours(Net(lambda net, x: x.sum()))(X),
-    "modified parameters": lambda: _ours(Net(lambda net, x: nn.init.normal_(net.weight), weight=nn.Parameter(X)))(X),
+    "modified parameters": lambda: [*map(_ours(Net(lambda net, x: nn.init.normal_(net.w), w=nn.Parameter(X))), (X, X))],
     "convert_model left BatchNorm": lambda: convert_model(_in_a_list()),
     "revert_model left modules": lambda: revert_model(type("Sub", (SynchronizedBatchNorm1d,), {})(4)),
 }
