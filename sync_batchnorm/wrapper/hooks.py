@@ -19,6 +19,7 @@ from ..torch_private import HOOKS, names_of_modules
 __all__: list[str] = []
 
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_ENDS = ("RETURN_", "RAISE_", "STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL")  # how names of instructions begin
 
 
 def hooks_of(model: nn.Module) -> Iterator[tuple[str, FunctionType, dict[str, Any]]]:
@@ -40,14 +41,14 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[str, FunctionType, dict[str, An
 def reads_of(function: FunctionType, variables: Mapping[str, Any]) -> set[tuple[nn.Module, str]]:
     """Return modules and names of their attributes that each call of a hook certainly reads from the hook's variables.
 
-    Those are the reads before the first branch and before the first attribute that the hook sets, or a method of a
-    module could set.
+    Those are the reads before the first branch, and before the hook sets an attribute or a variable outside of it, or
+    uses a method of a module, which could do so.
     """
     reads, owner = set[tuple[nn.Module, str]](), cast(Any, None)
     for step in dis.get_instructions(function):
         name = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
         is_read = step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(owner, nn.Module)
-        ends = step.opcode in _JUMPS or step.opname.startswith(("RETURN_", "RAISE_", "STORE_ATTR")) or name == "setattr"
+        ends = step.opcode in _JUMPS or step.opname.startswith(_ENDS) or name == "setattr"
         if ends or (is_read and hasattr(type(owner), name)):
             break
         reads |= {(owner, name)} if is_read else set()

@@ -35,7 +35,7 @@ _READ += f"get an older value, or none. {REGISTER}"
 # named in each kind of warning. Not an attribute: a copy or pickle of a wrapper begins at zero.
 _looks: "WeakKeyDictionary[nn.Module, Counter[Any]]" = WeakKeyDictionary()
 
-# How many forward passes have changed a parameter in place, or have compared it, by module and by name.
+# How many forward passes have changed a parameter in place, by module and by name.
 _changes: "WeakKeyDictionary[nn.Module, Counter[str]]" = WeakKeyDictionary()
 
 # The modules of a model, each with the prefix of its attributes' names in the model; its attributes, parameters,
@@ -171,7 +171,7 @@ class ParameterChanges:
 
     Replicas may all change a parameter in the same way, as `clamp_` does, so that to repeat it changes nothing, or each
     other rows, as `max_norm` does. An element that one turn has changed and a later one changes again is certain. A
-    parameter is copied and compared in a few forward passes after the first one that has changed it.
+    parameter is copied after the first forward pass that has changed it, until a few more have.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -192,9 +192,8 @@ class ParameterChanges:
 
     def warn(self, times: int) -> None:
         """Warn of parameters with elements that two turns have changed."""
-        changed = [name for name, (p, version) in self._parameters.items() if p._version != version]
+        self._counts.update([name for name, (p, version) in self._parameters.items() if p._version != version])
         values, self._values = self._values, {}
-        self._counts.update({*changed, *values})
         if names := [name for name, turns in values.items() if _is_repeated(self._parameters[name][0], *turns)]:
             warn_once(
                 f"forward() modified parameters {names} in place; each of the {times} replicas, which share their "
@@ -204,7 +203,8 @@ class ParameterChanges:
 
 def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> bool:
     """Return whether elements that the first turn has changed differ at last by more than rounding."""
-    first = before if first is None else first  # Only the last turn has changed it, if any.
+    if first is None:  # Only the last turn has changed it, if any.
+        return False
     rounding = 8 * torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0  # of a second normalization
     again = ~torch.isclose(first, last, rtol=rounding, atol=0.0, equal_nan=True)
     return bool((again & (before != first)).any())

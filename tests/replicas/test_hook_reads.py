@@ -126,6 +126,17 @@ def with_unset_variable(net: Film) -> Any:
     return hook
 
 
+def with_rebound_variable(net: Any) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        nonlocal net
+        before, net = net, SimpleNamespace(condition=2.0)
+        output = output * net.condition
+        net = before
+        return output
+
+    return hook
+
+
 READ = {  # the hook of a model, and what is named
     "a method": (lambda net: net.modulate, "condition"),
     "a closure": (lambda net: lambda module, args, output: output * net.condition, "condition"),
@@ -148,6 +159,7 @@ NOT_READ = {
     "an attribute of one of two": lambda net: lambda *args: (net.recorder if net else net.part).condition * args[2],
     "an object that can be called": Recorder,
     "a variable that is not set": with_unset_variable,
+    "a variable that the hook sets": with_rebound_variable,
 }
 
 

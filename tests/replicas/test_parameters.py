@@ -285,10 +285,11 @@ def test_change_of_a_parameter_is_named_once_if_to_repeat_it_changes_it_again(de
     assert [str(warning.message)[:40] for warning in caught] == ["forward() modified parameters ['weight']"] * number
 
 
+@pytest.mark.parametrize("due", [(6, 7, 8), (1, 8)], ids=["begins later", "is rare"])
 @local
-def test_change_that_begins_later_is_named_once(devices):
+def test_change_that_begins_later_or_is_rare_is_named_once(devices, due):
     def change(weight: Tensor, input: Tensor) -> None:
-        if len(passes) > 4:
+        if len(passes) in due:
             weight.add_(1)
 
     passes: list[Any] = []
