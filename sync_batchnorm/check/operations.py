@@ -310,7 +310,7 @@ class CorrectOperations(_SeesOperations):
             self._compare(operation, arguments, other.arguments, rows)
             if operation.gets_the_same() and not operation.gets_another:
                 return
-        if not same or not self.key:  # In a backward pass, hooks of all replicas run in any order; numbers do not match.
+        if not same or not self.key:  # In a backward pass, the hooks of all replicas run in any order.
             operation.on_one = None
 
     def _compare(self, operation: Operation, arguments: Any, on_one: Any, rows: Rows) -> None:
