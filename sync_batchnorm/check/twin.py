@@ -1,8 +1,8 @@
 """Make comparable copies ("twins") of a model and its wrapper, for one device and for replicas.
 
 Twins compute on the CPU, in one dtype and without dropout, so that only real differences remain. `CheckMode` enforces
-this, and tracks the running module calls. Parameters are perturbed before each pass: initial values such as zeros would
-hide an error before them, and equal copies would hide an exchange of parameters.
+this, and tracks the running module calls. Parameters are perturbed before each pass: a weight of zeros, or two branches
+with equal weights that cancel, would hide an error before them.
 """
 
 import copy
