@@ -1,7 +1,8 @@
-"""Comparing, zero where only rounding differs: tensors, trees, and the calls of modules.
+"""Compare tensors, trees and module calls in replicas with one device, up to rounding.
 
-One device comes first and keeps what goes into its modules and comes out. Replicas keep nothing: each of their calls is
-compared with that of one device as it ends. What all replicas have been compared with is dropped, except for suspects.
+Keeping the inputs and outputs of all module calls in all replicas would take too much memory. Therefore one device runs
+first and records them. Replicas record nothing: each of their calls is compared as it ends. A record is dropped once
+all replicas have been compared with it, unless one of them is a suspect.
 """
 
 import math
@@ -20,8 +21,8 @@ from .twin import CheckMode, ModuleCall, Rows
 
 __all__: list[str] = []
 
-LEAST = 1e-6  # Smaller values are compared as if they were this large. Arbitrary.
-NOT_FINITE = 1e99  # the gap where only one of two numbers is finite
+LEAST = 1e-6  # Smallest size in a relative gap: tinier tensors are compared as if they were this large. Arbitrary.
+NOT_FINITE = 1e99  # gap if only one of two numbers is finite
 SCALARS = (bool, int, float, str)
 
 
@@ -29,14 +30,19 @@ WHOLE = Rows(range(1), 1)
 
 
 def tolerance_of(tensor: Tensor) -> float:
-    """Return the largest difference that is none, relative to the largest value."""
+    """Return the relative tolerance of a dtype: gaps up to it count as zero."""
     return 1e-4 if tensor.dtype in (torch.float32, torch.complex64) else 1e-6
 
 
 def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float = 0.0) -> float:
-    """Return the largest difference, relative to the largest value or `size`: 0.0 if small, infinite for other shapes.
+    """Return the largest absolute difference divided by the largest expected value.
 
-    Two NaN agree. What differs by no more than `rounding` is equal.
+    Differences within the tolerance, or up to `rounding`, give 0.0. Different shapes give infinity. Two NaN are equal.
+
+    Args:
+        actual, expected: the tensors.
+        size: lower bound of the divisor.
+        rounding: largest absolute difference that counts as rounding.
     """
     if actual.shape != expected.shape:
         return math.inf
@@ -45,21 +51,21 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
     if not math.isfinite(difference := _largest(values - right)):
         equal = values.isclose(right, rtol=0.0, atol=0.0, equal_nan=True)
         difference = _largest((values - right).nan_to_num(NOT_FINITE, NOT_FINITE, -NOT_FINITE).masked_fill(equal, 0))
-    if difference <= max(rounding, tolerance * size):  # which is so for most, and saves a look at the values
+    if difference <= max(rounding, tolerance * size):  # The common case. It saves the search for the largest value.
         return 0.0
     relative = difference / max(size, largest(expected))
     return relative if relative > tolerance else 0.0
 
 
 def format_gap(by: float, actual: Tensor, expected: Tensor) -> str:
-    """Return how much the gap between two tensors is, in words."""
+    """Describe the gap between two tensors in words."""
     if by == math.inf:
         return "in its shape"
     if by >= NOT_FINITE:
         return "as only one of them is finite"
     if by < 10:
         return f"by {by:.2g} of its largest value"
-    return f"by values up to {largest(actual):.2g} in place of {largest(expected):.2g}"  # which may be zero
+    return f"by values up to {largest(actual):.2g} in place of {largest(expected):.2g}"  # perhaps zero
 
 
 def largest(*tensors: Tensor) -> float:
@@ -68,20 +74,23 @@ def largest(*tensors: Tensor) -> float:
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor in float64; complex ones as pairs."""
+    """Convert a tensor to float64. Complex numbers become pairs."""
     tensor = tensor.detach().to_dense()
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).to(torch.float64)
 
 
 def _largest(numbers: Tensor) -> float:
-    """Return the largest absolute value, NaN if there is one."""
+    """Return the largest absolute value, or NaN if the tensor contains NaN."""
     return float(torch.linalg.vector_norm(numbers, math.inf)) if numbers.numel() else 0.0
 
 
 def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
-    """Return the rows of a chunk, in the layout that is nearer to `chunk`.
+    """Return the rows of a chunk from a tensor of the whole batch.
 
-    They lie in one block, or in each of several, as those of two views in one batch.
+    Samples may form one block, or several (`torch.cat([view1, view2])`). The layout nearer to `chunk` is taken:
+
+        rows 1 and 2 of 4, one block     a b c d          ->  b c
+        rows 1 and 2 of 4, two blocks    a b c d A B C D  ->  b c B C
     """
     if rows == WHOLE:
         return whole
@@ -92,7 +101,11 @@ def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
 
 
 def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, shape: tuple[int, int]) -> Tensor:
-    """Return the samples of a chunk; `shape` has those of a dimension in its rows, or in each of its rows."""
+    """Select the samples of a chunk in each sample dimension.
+
+    `shape` is the layout of such a dimension: (total, -1) if each sample has a block of adjacent entries, or
+    (-1, total) if blocks of all samples follow one another.
+    """
     for dim in dims_of_samples(whole, chunk, rows):
         index = torch.arange(whole.shape[dim]).reshape(shape)
         index = index[:, rows.here] if shape[0] == -1 else index[rows.here]
@@ -101,16 +114,19 @@ def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, shape: tuple[int, int]
 
 
 def dims_of_samples(whole: Tensor, chunk: Tensor, rows: Rows) -> list[int]:
-    """Return the dimensions whose sizes are in proportion to those of `rows`, in a similarity matrix two."""
+    """Return the sample dimensions: their sizes are proportional to the rows. A similarity matrix has two."""
     here, total = len(rows.here), rows.total
     sizes = enumerate(zip(chunk.shape, whole.shape, strict=False))
     return [dim for dim, (size, of_all) in sizes if size * total == here * of_all and of_all and of_all % total == 0]
 
 
 def leaves_by_path(actual: Any, expected: Any, rows: Rows) -> Iterator[tuple[Any, Any]]:
-    """Yield what two trees have in the same places; raise a LookupError for other structures.
+    """Yield (actual leaf, expected leaf) for two trees.
 
-    A list with an item for each sample is cut to those of `rows`.
+    A list with an entry for each sample is sliced to `rows`.
+
+    Raises:
+        LookupError: if the structures differ.
     """
     some, all_ = children_of(actual), children_of(expected)
     if not some and not all_:
@@ -124,7 +140,7 @@ def leaves_by_path(actual: Any, expected: Any, rows: Rows) -> Iterator[tuple[Any
 
 
 def agree(actual: Any, expected: Any, rows: Rows = WHOLE) -> bool:
-    """Return whether two trees have the same tensors, numbers, flags and strings."""
+    """Return whether two trees have equal tensors, numbers, flags and strings."""
     with suppress(LookupError):
         return all(_leaves_agree(*leaves, rows) for leaves in leaves_by_path(actual, expected, rows))
     return False
@@ -137,23 +153,23 @@ def _leaves_agree(actual: Any, expected: Any, rows: Rows) -> bool:
         return False
     if isinstance(actual, Tensor):
         return not gap(actual, chunk_of(expected, actual, rows))
-    if isinstance(actual, PackedSequence):  # in which the rows of samples are mixed
+    if isinstance(actual, PackedSequence):  # Its data interleave the samples.
         return agree(unpack_sequence(actual), unpack_sequence(expected), rows)
     return not isinstance(actual, SCALARS) or bool(actual == expected)
 
 
 def mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a tree with what a function returns for each tensor."""
+    """Apply a function to each tensor of a tree."""
     return with_leaves(tree, iter([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(tree)]))
 
 
 class RecordMode(CheckMode):
-    """Keeps what goes into each call and comes out, until all replicas have been compared with it."""
+    """Record the inputs and outputs of each module call on one device."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
-        self.calls: dict[tuple[str, int], ModuleCall] = {}  # by their ends
-        # The version and the copy of each tensor, as long as that lives, in the forward pass.
+        self.calls: dict[tuple[str, int], ModuleCall] = {}  # in the order of their ends
+        # (version, copy) of each living tensor. An output that is the next module's input is copied once.
         self._copies: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
@@ -164,7 +180,7 @@ class RecordMode(CheckMode):
         self.calls[call.key] = call
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor, the same one until the tensor is changed in place."""
+        """Copy a tensor, or return its last copy if it has not been changed in place since."""
         version = None if tensor.is_inference() else tensor._version
         if version is None or tensor not in self._copies or self._copies[tensor][0] != version:
             self._copies[tensor] = version, tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -172,17 +188,17 @@ class RecordMode(CheckMode):
 
 
 class CompareMode(CheckMode):
-    """Compares each call in a replica with that on one device."""
+    """Compare each module call in a replica with its record from one device."""
 
     def __init__(self, one: RecordMode, number: int, rows: Sequence[Rows], model: nn.Module) -> None:
         super().__init__(one.dtype)
-        self._one, self._number, self._rows, self._model = one, number, rows, model  # the copy that has replicas
-        self.gets_other: ModuleCall | None = None  # the first call that does not get what it gets on one device
+        self._one, self._number, self._rows, self._model = one, number, rows, model  # model: the copy with replicas
+        self.gets_other: ModuleCall | None = None  # first call whose inputs differ from one device
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
         on_one = self._one.calls.get(call.key)
         call.agrees = on_one is not None and agree(arguments, on_one.arguments, self._rows[self._number])
-        # In containers of its own, without a graph.
+        # A new container without a graph: `forward` may change its lists, and a graph would take memory.
         call.arguments = mapped(arguments, Tensor.detach) if call.agrees else None
         self.gets_other = self.gets_other or (None if call.agrees else call)
 
@@ -201,7 +217,7 @@ class CompareMode(CheckMode):
 
 
 class PatchMode(CheckMode):
-    """Lets one call in a replica return what it returns on one device."""
+    """Patch the output of one module call in a replica with its value from one device."""
 
     def __init__(self, dtype: torch.dtype, on_one: ModuleCall, rows: Rows) -> None:
         super().__init__(dtype)
@@ -214,37 +230,46 @@ class PatchMode(CheckMode):
 
 
 def suspects_in(call: ModuleCall, model: nn.Module) -> list[ModuleCall]:
-    """Return where a call gets what it gets on one device, and returns something else; `model` has replicas.
+    """Return the replicas' calls with correct inputs and a wrong output, ordered by replica.
 
-    What a layer that synchronizes returns depends on what it gets in all replicas.
+    The output of a synchronized layer depends on the inputs in all replicas. Such a call is a suspect only if they all
+    agree with one device.
+
+    Args:
+        call: the call on one device, with its counterparts in replicas.
+        model: the copy with replicas.
     """
     modules = model.get_submodule(call.key[0]).modules()
     synchronizes = any(hasattr(module, "__data_parallel_replicate__") for module in modules)
     if synchronizes and not all(other.agrees for other in call.in_replicas):
         return []
-    # They have ended in any order.
+    # Replicas end in any order.
     return sorted([other for other in call.in_replicas if other.agrees and other.gap], key=lambda other: other.number)
 
 
 def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each tensor of an output, and what its rows are on one device; not numbers and selections."""
+    """Yield (tensor in the replica, its rows on one device) for each tensor of an output.
+
+    One-element tensors, such as losses, and tensors of incomparable shapes, such as selections, are left out.
+    """
     with suppress(LookupError):
         for actual, whole in list(leaves_by_path(output, on_one, rows)):
             if not isinstance(actual, Tensor) or not isinstance(whole, Tensor) or whole.numel() == 1:
-                continue  # The loss of a replica is no chunk.
+                continue  # A loss of the chunk may differ from the loss of the batch.
             right = chunk_of(whole, actual, rows)
             if fits(actual, right):
                 yield actual, right
 
 
 def fits(actual: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors can be compared: a padded one can, one with as many rows as values say cannot."""
+    """Return whether two tensors can be compared: same shape, or same rows with another padding."""
     return actual.shape == right.shape or (actual.dim() == right.dim() > 1 and len(actual) == len(right))
 
 
 def corrected(actual: Tensor, right: Tensor) -> Tensor:
-    """Return the right output, with the gradient of the one that it replaces."""
+    """Return the correct output, connected to the graph of the replaced one, so that gradients still flow."""
     corrected = right.clone()
-    if actual.requires_grad and bool(actual.isfinite().all()):  # Its shape differs where it is padded.
+    if actual.requires_grad and bool(actual.isfinite().all()):  # inf - inf would be NaN.
+        # Padded shapes may differ, so only their common part is connected.
         corrected[tuple(map(slice, actual.shape))] += (actual - actual.detach())[tuple(map(slice, right.shape))]
     return corrected

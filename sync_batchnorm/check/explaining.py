@@ -1,4 +1,10 @@
-"""Where a difference begins, and why: by what is exact, or by passes with one thing as it is on one device."""
+"""Explain a difference: name the first faulty module call, its line, and its cause.
+
+Many module outputs differ after the first fault, and some differ without harm. Therefore a suspect is tested: the pass
+runs again in replicas with the output of one call patched by its value from one device. The call counts as the fault
+only if this changes the result for the caller. Causes are reported if they are exact (a batch norm that is not
+converted, another number of calls, a replaced class) or if such an experiment shows them.
+"""
 
 import inspect
 from collections import deque
@@ -21,8 +27,8 @@ from .twin import CheckMode, ModuleCall, copied, shortened
 
 __all__: list[str] = []
 
-_MOST = 5  # suspects and attributes that are corrected, one in a pass. Arbitrary.
-MOST_WORDS = 60  # of a message
+_MOST = 5  # Suspects to patch (one pass each), and attributes to list. Arbitrary.
+MOST_WORDS = 60  # Largest length of a message.
 _OF_MODULES = {*vars(nn.Module()), "eps_mode"}
 
 SAMPLES = "what it returns for a sample depends on other samples of the batch"
@@ -42,7 +48,7 @@ _PLAIN_NORM = "it calls F.batch_norm, or a batch norm that is no submodule; make
 
 
 class Investigation:
-    """The pass that differs, taken again by other copies and recorded."""
+    """The differing pass, run again with new copies and recorded."""
 
     def __init__(self, passes: CheckConfig, index: int, difference: Difference) -> None:
         self._passes, self._index, self._difference = passes, index, difference
@@ -57,12 +63,13 @@ class Investigation:
         self._hooks = text_of_hooks(self._one.module, passes.model)
 
     def text(self) -> str:
-        """Return what differs, where and why."""
+        """Return the message: the difference, its place and its cause."""
         kind, name = self._difference[:2]
         what, *evidence = self._evidence() or [self._difference.text]
         if self._hooks and name is None:  # On one device, the model may return other shapes.
             what = "outputs differ"
-        # If `loss` itself differs, all outputs agree, unless they cannot be seen.
+        # If the loss differs but no scalar of a replica does, all outputs agree and no module is at fault. Outputs of
+        # unknown classes are an exception: they were not compared.
         is_inside = evidence or kind != "loss" or self._of_one["unseen"]
         where, cause = self._where(self._state()) if is_inside else ("", "")
         if where:
@@ -77,7 +84,7 @@ class Investigation:
         return in_pass + joined(*texts, most=MOST_WORDS - len(in_pass.split()))
 
     def _of_caller(self, what: str, evidence: Sequence[str]) -> list[str]:
-        """Return what is known where no module is found."""
+        """Return the parts of the message if no module call is at fault."""
         overridden = self._many.parallel.overridden if self._difference.kind in IN_FORWARD else ()
         note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used" if overridden else ""
         why = "" if evidence or (self._hooks and self._difference.name is None) else self._why()
@@ -86,15 +93,16 @@ class Investigation:
         return [what, self._hooks, line, *evidence, self._rows(), note, why, self._state() or self._calls()]
 
     def _why(self) -> str:
-        """Return the cause of what differs for the caller, where that is certain."""
+        """Return the cause of the difference for the caller, if it is certain."""
         kind, name, why = self._difference.kind, self._difference.name, self._difference.why
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
-        # What a layer that synchronizes writes is of the whole batch; a list of outputs is another one on one device.
+        # Synchronized layers update their buffers from the whole batch. A custom `gather` that returns a list gives
+        # `loss` another argument than on one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 
     def _rows(self) -> str:
-        """Return what is known of an output that has other rows than one for each sample."""
+        """Return a note if an output has the right rows in another order, and not one row for each sample."""
         one, many = (taken["output"].get(self._difference.name) for taken in (self._of_one, self._of_many))
         total = self._passes.rows[0].total
         if one is None or many is None or not one.dim() or len(one) == total:
@@ -103,24 +111,27 @@ class Investigation:
         return "" if gap(numbers_of(many).sort(0).values, numbers_of(one).sort(0).values) else why
 
     def _state(self) -> str:
-        """Return which attributes differ before the pass."""
+        """Return a note about the attributes and buffers that differed before the pass."""
         if buffers := [name for name in self._lost if name in dict(self._one.module.named_buffers())]:
             return f"the buffer {', '.join(buffers)} differs from that on one device: {IN_PLACE}"
         differs = f"{', '.join(self._lost)} differs from one device" if self._lost else ""
         why = f"what forward() sets on self ends with the replica, so {differs}; change a buffer in place instead, or"
-        # A hook may have set it, on the model.
+        # With hooks, the attribute may have been set on the original model.
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
-        """Return whether the caller sees something else in replicas with these modes."""
+        """Return whether the differing result changes if replicas run with these modes."""
         kind, name = self._difference[:2]
-        with suppress(FailsInReplicas):  # What a call returns on one device may not fit into a replica.
+        with suppress(FailsInReplicas):  # A patched output may have a wrong shape for the replica.
             seen = TwinRun(self._passes, False, self._index).take(self._index, kind, modes)[kind]
             return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
         return False
 
     def _evidence(self) -> list[str]:
-        """Return what is known of numbers that replicas return; of the model as it is, if the loss differs there."""
+        """Return notes about scalars returned by replicas, such as a loss.
+
+        They are taken from the unperturbed model if its forward pass differs, too: users know these values.
+        """
         kind, name = self._difference[:2]
         is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
         if kind not in ("loss", "gradient") and not is_number:
@@ -139,11 +150,11 @@ class Investigation:
         gets = f": what {self._gets_other} gets differs, too" if self._gets_other else ""
         return _related(*pairs[0], [len(rows.here) for rows in self._passes.rows], f"{remedy}{before}{gets}")
 
-    # NOTE [tried for gradients]: by hooks on tensors, the last call of the backward pass whose output gets the right
-    # gradient and whose input does not. In 7 of 11 planted faults that was the module at fault, in 2 the one behind it:
-    # a hook of the user's runs first, and what a replica computes under no_grad has no gradient to compare.
     def _where(self, state: str) -> tuple[str, str]:
-        """Return the first call that gets what it gets on one device, returns something else, and matters; and why."""
+        """Return (place, cause) of the first faulty module call; see NOTE [tried for gradients].
+
+        A call is faulty if its inputs agree with one device, its output differs, and patching it changes the result.
+        """
         model, passes = self._many.module, self._passes
         for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
             if self._changes([PatchMode(passes.dtype, call, rows) for rows in passes.rows]):
@@ -153,22 +164,22 @@ class Investigation:
         return "", ""
 
     def _cause(self, call: ModuleCall, suspects: Sequence[ModuleCall], state: str) -> tuple[ModuleCall, str]:
-        """Return in which replica a call differs, and the line, or another cause that is known."""
+        """Return (call in the faulty replica, cause or source line)."""
         suspect, module = suspects[0], self._many.module.get_submodule(call.key[0])
         cause = _cause_in_norm(module, suspect.called, len(call.in_replicas)) or self._changed_parameter(call) or state
         if cause := cause or self._cause_in_class(module, call) or self._calls(call.key[0]):
             return suspect, cause
         for other in suspects:
-            with suppress(Exception):  # It may not run again.
+            with suppress(Exception):  # The model may not run again.
                 if line := line_of_call(self._passes, self._index, call.key, other.number):
                     return other, self._cause_by_line(line, other, call)
         return suspect, self._cause_by_line(None, suspect, call)
 
     def _cause_by_line(self, line: Line | None, suspect: ModuleCall, call: ModuleCall) -> str:
-        """Return the line with what is known beside it, or what is known in its place."""
+        """Return the source line with a remedy, or, without a line, the best known cause."""
         module, operation = self._many.module.get_submodule(call.key[0]), line and line.operation
         called = {operation.place.name} if operation else suspect.called
-        if "grad" in called:  # What it differentiates may be the fault.
+        if "grad" in called:  # The fault may be the differentiated value, so the line is left out.
             return _GRADIENT
         beside, changed = self._whole_list(suspect, call), self._changed_attributes(call)
         if operation and operation.gets_another and changed:
@@ -178,15 +189,15 @@ class Investigation:
         elif "batch_norm" in called:
             beside = _PLAIN_NORM
         elif operation or (not changed and self._mixes_samples(module, suspect, call)):
-            is_of_torch = type(module).__module__.startswith("torch.nn")  # whose code is right
-            # Whose rows are cut wrongly cannot be known, unless there is a single tensor.
+            is_of_torch = type(module).__module__.startswith("torch.nn")  # Its code is correct.
+            # With several tensors, one of them may be split along a wrong dimension. A single tensor cannot.
             is_open = is_of_torch or self._passes.path or len(tensors_in(self._passes.arguments)) > 1
             beside = beside or (_NO_SAMPLES if is_open else "")
             beside = beside if operation else f"{SAMPLES}{beside and '; '}{beside}"
         return "; ".join(filter(None, [line.text + (line.why and f": {line.why}") if line else "", beside or changed]))
 
     def _mixes_samples(self, module: nn.Module, suspect: ModuleCall, call: ModuleCall) -> bool:
-        """Return whether a copy, alone, returns the same for samples twice, and something else beside others."""
+        """Return whether a copy of the module is deterministic, but its output for a sample depends on the batch."""
         with suppress(Exception), CheckMode(self._passes.dtype):
             calls = (suspect.arguments, suspect.arguments, call.arguments)
             alone = copied(module, self._passes.dtype)
@@ -208,7 +219,7 @@ class Investigation:
         return names and f"{names} changed in this pass"
 
     def _cause_in_class(self, module: nn.Module, call: ModuleCall) -> str:
-        """Return whether a class computes something else, on one device, than the class that it has replaced."""
+        """Return a note if a converted class differs on one device from the class it replaced."""
         if type(module) is not type(call.module):
             args, kwargs = call.arguments
             with suppress(Exception), CheckMode(self._passes.dtype):
@@ -221,7 +232,7 @@ class Investigation:
     def _line_of_gradient(self) -> str:
         line = None
         if self._difference.kind == "gradient":
-            with suppress(Exception):  # It may not run again.
+            with suppress(Exception):  # The model may not run again.
                 line = line_of_gradient(self._passes, self._index, str(self._difference.name))
         return line.text + (line.why and f": {line.why}") if line else ""
 
@@ -229,7 +240,7 @@ class Investigation:
         return _text_of_calls(self._many.module, self._record.begun, self._modes, _BY_SAMPLE, path)
 
     def _changed_parameter(self, call: ModuleCall) -> str:
-        """Return what to do about a parameter that the call changes in replicas in another way than on one device."""
+        """Return a note if the call changes one of its parameters differently in replicas than on one device."""
         one, many = (taken["parameter"] for taken in (self._of_one, self._of_many))
         for name, _ in call.module.named_parameters(prefix=call.key[0]):
             if name in many and name not in self._of_one["assigned"] and gap(many[name], one[name]):
@@ -241,7 +252,7 @@ class Investigation:
 def _text_of_calls(
     model: nn.Module, on_one: Mapping[str, int], modes: Sequence[CheckMode], remedy: str, path: str = ""
 ) -> str:
-    """Return which synchronized layer of a module replicas call another number of times than one device."""
+    """Return a note about the first synchronized layer that replicas do not call as often as one device."""
     modules = model.get_submodule(path).named_modules(prefix=path)
     for name in [name for name, module in modules if _synchronizes(module)]:
         others = [mode.begun[name] for mode in modes]
@@ -251,7 +262,18 @@ def _text_of_calls(
 
 
 def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], remedy: str) -> list[str]:
-    """Return how numbers of replicas are related to that of one device, and all; `sizes`: their numbers of rows."""
+    """Compare scalars of replicas with one device: is their sum, mean, or weighted mean equal to it?
+
+    Args:
+        of_replicas: one value for each replica.
+        on_one: the value on one device.
+        name: output name, for the message.
+        sizes: number of rows of each replica.
+        remedy: advice if no relation holds.
+
+    Returns:
+        The relation and the values, in words.
+    """
     ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
     if len(set(sizes)) > 1 and len(sizes) == len(of_replicas):
         mean = torch.tensor(sizes, dtype=torch.float64) @ of_replicas / sum(sizes)
@@ -269,11 +291,11 @@ def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], r
 
 
 def text_of_failure(error: Exception, passes: CheckConfig, model: nn.Module, modes: Sequence[CheckMode]) -> str:
-    """Return what only replicas raise, and in which module; `model` has the replicas."""
+    """Return the message for an error raised only in replicas, with its module. `model` is the copy with replicas."""
     calls = _text_of_calls(model, passes.begun, modes, _AS_OFTEN) if isinstance(error, ReplicaSyncError) else ""
     text = f"runs on one device, but not in replicas: {type(error).__name__}: {calls or shortened(error, 30)}"
     where = ""
-    # Its peers were released with errors of their own.
+    # Other replicas raise other errors, when they are released from their wait.
     for call, _ in [mode.failed for mode in modes if mode.failed and mode.failed[1] is error]:
         where = f"raised in {_name_of_call(call, model)}"
         module = model.get_submodule(call.key[0])
@@ -283,7 +305,7 @@ def text_of_failure(error: Exception, passes: CheckConfig, model: nn.Module, mod
 
 
 def joined(*texts: str, most: int = MOST_WORDS) -> str:
-    """Join texts, as many as make at most so many words."""
+    """Join nonempty texts until the next one would exceed `most` words."""
     result, *others = filter(None, texts)
     for text in others:
         if len(f"{result} {text}".split()) > most:
@@ -293,16 +315,16 @@ def joined(*texts: str, most: int = MOST_WORDS) -> str:
 
 
 def _different_attributes(one: nn.Module, many: nn.Module, module: str = "") -> list[str]:
-    """Return which attributes differ between two copies of a model, or of a module in it."""
+    """Return names of attributes that differ between two copies of a model, or of one of its modules."""
     here, there = _attributes_of(one, module), _attributes_of(many, module)
     return [name for name in here | there if not agree(_plain(there.get(name)), _plain(here.get(name)))][:_MOST]
 
 
 def _attributes_of(model: nn.Module, module: str) -> dict[str, Any]:
-    """Return the attributes, parameters and buffers of all modules by name, but for those that each module has."""
+    """Return attributes, parameters and buffers of all nested modules by name, without the fields of `nn.Module`."""
     attributes = dict[str, Any]()
     for name, child in dict(model.named_modules())[module].named_modules(prefix=module):
-        # Running statistics follow from what goes into a layer.
+        # Running statistics are left out: they follow from the inputs of the layer.
         left_out = _OF_MODULES | {*nn.BatchNorm1d(1)._buffers} if isinstance(child, BatchNormBase) else _OF_MODULES
         is_opaque = isinstance(child, (nn.DataParallel, torch.jit.ScriptModule))
         members = {} if is_opaque else {**vars(child), **child._parameters, **child._buffers}
@@ -310,8 +332,8 @@ def _attributes_of(model: nn.Module, module: str) -> dict[str, Any]:
     return attributes
 
 
-def _plain(value: Any, depth: int = 4) -> Any:  # containers that are looked into; arbitrary
-    """Return what can be seen of an attribute: its tensors, numbers, flags and strings, in lists for other objects."""
+def _plain(value: Any, depth: int = 4) -> Any:  # The depth is arbitrary.
+    """Convert an attribute to nested lists of tensors, numbers, flags and strings."""
     if isinstance(value, (*SCALARS, Tensor)):
         return value
     if not depth or isinstance(value, nn.Module):
@@ -322,9 +344,15 @@ def _plain(value: Any, depth: int = 4) -> Any:  # containers that are looked int
 
 
 def _holds_list(some: Any, whole: Any, length: int) -> bool:
-    """Return whether a replica got a whole tensor, or all entries of a list, of this length; `whole`: what all have.
+    """Return whether an argument of `length` entries reached a replica unsplit.
 
-    A list of tensors whose rows are cut is none with an entry for each sample.
+    The argument may be a tensor or a list, also a nested one. A list of tensors was split row by row, so it does not
+    count.
+
+    Args:
+        some: argument of the replica.
+        whole: the same argument on one device.
+        length: number of samples in the batch.
     """
     if isinstance(some, Tensor):
         return some.dim() > 0 and len(some) == length and some.shape == getattr(whole, "shape", None)
@@ -336,7 +364,7 @@ def _holds_list(some: Any, whole: Any, length: int) -> bool:
 
 
 def _name_of_call(call: ModuleCall, model: nn.Module) -> str:
-    """Return the name of a module, and its class, with the file if a base of the class has the same name."""
+    """Return the module's name and class, for messages. The class gets its file if a base class has the same name."""
     (name, number), cls = call.key, type(model.get_submodule(call.key[0]))
     has_namesake = cls.__name__ in [base.__name__ for base in cls.__mro__[1:]]
     name_of_class = f"{cls.__module__}.{cls.__name__}" if has_namesake else cls.__name__
@@ -344,7 +372,7 @@ def _name_of_call(call: ModuleCall, model: nn.Module) -> str:
 
 
 def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
-    """Return why a batch norm does not synchronize in a replica; nothing if that is not the cause."""
+    """Return why a batch norm is not synchronized, or an empty string if it is."""
     if reason := reason_not_converted(module, {}):
         return f"a batch norm that convert_model leaves as it is: it {reason.partition(' ')[2]}"
     if not isinstance(module, _SynchronizedBatchNorm):
@@ -381,3 +409,9 @@ def _uses_batch(module: object) -> bool:
 
 def _synchronizes(module: Any) -> bool:
     return _uses_batch(module) and module.group_size != 1
+
+
+# NOTE [tried for gradients]: to name the faulty module of a wrong gradient, by hooks on tensors. They searched for the
+# last call of the backward pass with a correct gradient of its output and a wrong gradient of its input. Of 11 planted
+# faults, this named the right module 7 times, and its successor twice. It fails because a hook of the user runs first,
+# and because results computed under no_grad have no gradient to compare.

@@ -1,7 +1,15 @@
-"""`assert_matches_one_device`: whether a model computes in replicas what it computes on one device.
+"""Check that replicas of a model compute the same as one device: `assert_matches_one_device`.
 
-What the caller sees decides, in three passes. What differs is run again, with parameters moved by rounding, and
-explained if that does not make the difference, too.
+The obvious check compares each layer. It fails for models that are correct as a whole, such as one that sums in its
+`gather`. Therefore only results for the caller decide: outputs, loss, gradients, parameters and buffers, in three
+passes.
+
+    three passes --differ--> rounding too? --no--> explaining.Investigation: which module, line, cause
+         |                       |
+        agree                   yes: the parameters, perturbed by 1e-12, move the result as far
+
+Rounding cannot be told by a fixed tolerance, because some models amplify it. Hence the second step: it runs only after
+a difference.
 """
 
 import random
@@ -32,18 +40,19 @@ from .passes import (
 
 __all__ = ["assert_matches_one_device"]
 
-_PASSES = 3  # State that is lost in the first shows in the second, that of a schedule which begins there in the third.
-# How many times what rounding moves is still rounding, since it differs from run to run. Parameters that move by 1e-12
-# move what is no rounding by some 1e-12 as well: a hundred times that is far below the tolerance.
+# State lost in the first pass shows in the second. The third shows the state of schedules that start in the second.
+_PASSES = 3
+# Rounding varies from run to run, so differences up to this multiple of one measurement count as rounding. A result
+# without amplified rounding moves by about 1e-12 if parameters do: a hundred times that is far below the tolerance.
 _MARGIN = 100
 
-# The call that takes the CPU, by what a function of torch says that does not, and that the user calls in its place.
+# Functions of torch that refuse CPU tensors: their error text, and the method of `super()` to call instead.
 _REFUSED_BY_TORCH = {
     "Gather function not implemented for CPU": "gather(outputs, output_device)",
     "Expected a non cpu device": "scatter(inputs, kwargs, device_ids)",
 }
 
-Pair = tuple[Observed, Observed]  # a pass on one device, and the same one in replicas
+Pair = tuple[Observed, Observed]  # results of the same pass: on one device, in replicas
 
 
 def assert_matches_one_device(
@@ -54,36 +63,33 @@ def assert_matches_one_device(
     kwargs: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> None:
-    """Raise an error unless replicas of `model` compute what it computes on one device with the whole batch.
+    """Raise an error unless replicas of `model` compute the same as one device with the whole batch.
 
-    Two copies of the model, in its modes, take three passes on the CPU, in float64, two of them with a backward pass;
-    parameters move a little before each. Outputs, the loss, gradients, parameters and persistent buffers (but no
-    ``num_batches_tracked``) may differ by a millionth of their largest value, or by what rounding moves. Dropout and
-    stochastic depth are switched off. The model, and the random states of torch, Python and NumPy, stay as they are. A
-    hook that writes elsewhere also does so for the copies. ``2 * replicas - 1`` small images are enough, and make
-    unequal chunks; with equal ones, the mean of a replica passes. What is wrong in the same way on one device passes.
-    See "What differs from one device" on the page "Diagnosing".
+    Two copies of the model run three passes on the CPU, two of them with a backward pass, and without dropout and
+    stochastic depth. Parameters are perturbed before each pass. Outputs, loss, gradients, parameters and persistent
+    buffers (except ``num_batches_tracked``) may differ by 1e-6 of their largest value, or by rounding. The model and
+    random states stay unchanged. Pass ``2 * replicas - 1`` small samples: equal chunks hide wrong means. Errors that
+    one device shares are not found. See "What differs from one device" on the page "Diagnosing".
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))))
         >>> assert_matches_one_device(parallel, torch.randn(3, 3), loss=lambda output: output.square().mean())
 
     Args:
-        model: the wrapper that will train, whose `scatter`, `gather` and `forward` are used if its class has its own;
-            a model that contains one, with what it computes outside of replicas; or the model alone, converted or not.
-        inputs, kwargs: the whole batch, in trees of tensors, which are cut into chunks as by the wrapper.
-        loss: makes a scalar from the gathered output, as ``lambda output: cross_entropy(output, labels)``. None: each
-            output gets a random gradient, or, where each replica returns a scalar, the mean of these.
-        replicas: how many of them to compare with one device. None: as many as the wrapper has devices, or two.
-        dtype: in which the copies compute. ``torch.float32``, with a tolerance of 1e-4, for operators without float64.
+        model: the wrapper (with its own `scatter`, `gather` and `forward`), a model that contains one, or a model
+            without a wrapper, converted or not.
+        inputs, kwargs: the whole batch, split as by the wrapper.
+        loss: maps the gathered output to a scalar. None: outputs, or the mean of replicas' scalars, get random
+            gradients.
+        replicas: number of replicas. None: one for each device of the wrapper, at least two.
+        dtype: ``torch.float64``, or ``torch.float32`` (tolerance 1e-4) for operators without float64.
 
     Raises:
-        AssertionError: if they differ; it names the first module whose inputs agree and whose output does not, or
-            what else differs, by how much, where, and the cause, if an experiment tells it. Also if only replicas
-            raise an error; what the copy on one device raises gets a note.
-        TypeError, ValueError: for bad arguments, a model with several wrappers, a `loss` that is no scalar or has no
-            gradient, a batch of fewer than two chunks, and, without a `loss`, an output whose tensors cannot be seen.
-        RuntimeError: if the model cannot be copied, or `torch.distributed` joins this process with others.
+        AssertionError: if results differ, or only replicas raise an error. It names the first module with a wrong
+            output, the gap, and the cause if known.
+        TypeError, ValueError: for invalid arguments, several wrappers, a `loss` that is no scalar or has no gradient,
+            fewer than two chunks, or, without `loss`, outputs of unknown classes.
+        RuntimeError: if the model cannot be copied, or the process belongs to a process group.
     """
     check_module(model)
     check_number("replicas", replicas)
@@ -91,7 +97,7 @@ def assert_matches_one_device(
     path, wrapper = _wrapper_in(model)
     replicas = replicas or max(2, len(wrapper.device_ids) if wrapper else 0)
     model = wrapper.module if model is wrapper else model
-    # Outside of inference mode, gradients are enabled.
+    # The caller may be in inference mode, but the check needs gradients.
     with _random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         try:
             with collected_warnings() as warned, _steps_of_torch_named():
@@ -105,7 +111,7 @@ def assert_matches_one_device(
 
 @contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """Restore the states of the generators of torch for the CPU, of Python, and of NumPy if it is imported."""
+    """Restore the random states of torch (CPU), Python and, if imported, NumPy on exit."""
     with torch.random.fork_rng(devices=[]), ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         if numpy := sys.modules.get("numpy"):
@@ -114,9 +120,12 @@ def _random_states_kept() -> Iterator[None]:
 
 
 def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
-    """Return the name of the wrapper that a model is or contains, and the wrapper; raise an error for several ones.
+    """Return (name, wrapper) of the outermost wrapper in a model, or ("", None).
 
-    A wrapper in another one makes no replicas.
+    A wrapper inside another one is left out: it makes no replicas.
+
+    Raises:
+        ValueError: for several outermost wrappers.
     """
     wrappers = {name: module for name, module in model.named_modules() if isinstance(module, nn.DataParallel)}
     inside = {id(module) for wrapper in wrappers.values() for module in wrapper.module.modules()}
@@ -131,12 +140,12 @@ def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
 
 
 def _compare(passes: CheckConfig) -> None:
-    """Raise an error for the first difference beyond rounding."""
+    """Run the passes on both sides and raise an error for the first difference beyond rounding."""
     one = many = None
     for index in range(_PASSES):
         one = one or TwinRun(passes, True, index)
         of_one = _on_one_device(passes, one, index)
-        many = many or TwinRun(passes, False, index)  # not before, to hold less at a time
+        many = many or TwinRun(passes, False, index)  # Made late, to save memory.
         of_many = many.take(index)
         _refuse_unseen(passes, of_many)
         if difference := next(differences(of_one, of_many), None):
@@ -148,7 +157,7 @@ def _compare(passes: CheckConfig) -> None:
 
 
 def _on_one_device(passes: CheckConfig, one: TwinRun, index: int) -> Observed:
-    """Take a pass; an error gets a note."""
+    """Run a pass on one device. An error gets a note about the copy."""
     try:
         return one.take(index)
     except Exception as error:
@@ -161,7 +170,7 @@ def _on_one_device(passes: CheckConfig, one: TwinRun, index: int) -> Observed:
 
 @contextmanager
 def _steps_of_torch_named() -> Iterator[None]:
-    """Name the method of the user's wrapper that calls a function of torch which takes no CPU."""
+    """Translate torch's errors about CPU tensors: name the user's method that calls the function, and the remedy."""
     try:
         yield
     except Exception as error:
@@ -173,7 +182,7 @@ def _steps_of_torch_named() -> Iterator[None]:
 
 
 def _refuse_unseen(passes: CheckConfig, many: Observed) -> None:
-    """Raise an error if there is no `loss`, and an output whose tensors nobody can see."""
+    """Raise a TypeError for outputs of unknown classes, if there is no `loss` to compare instead."""
     for path, kind in many["unseen"].items() if passes.loss is None else ():
         raise TypeError(
             f"expected outputs to compare, but got {path} of class {kind}, in which no tensors can be seen; return "
@@ -182,10 +191,10 @@ def _refuse_unseen(passes: CheckConfig, many: Observed) -> None:
 
 
 def _beyond_rounding(passes: CheckConfig, index: int, pair: Pair) -> Difference | None:
-    """Return the first difference that a change of the parameters by rounding does not make, too."""
+    """Return the first difference larger than the effect of a perturbation of parameters by rounding."""
     rounding = _moved(passes, index, pair, ROUNDING[passes.dtype])
     for is_repeated in (False, True):
-        if is_repeated:  # What moves without a change, too, as random numbers do, is no rounding.
+        if is_repeated:  # Results that change without any perturbation are random, so their change is no rounding.
             itself = _moved(passes, index, pair, 0.0)
             rounding = {key: by for key, by in rounding.items() if not itself.get(key)}
         for difference in differences(*pair, rounding):
@@ -195,7 +204,10 @@ def _beyond_rounding(passes: CheckConfig, index: int, pair: Pair) -> Difference 
 
 
 def _moved(passes: CheckConfig, index: int, pair: Pair, noise: float) -> dict[Key, float]:
-    """Return how far the tensors of a pass move, on one device or in replicas, if parameters move by `noise`."""
+    """Return how far each result moves if parameters are perturbed by `noise`, times the margin.
+
+    The larger effect of both sides counts.
+    """
     moves = dict[Key, float]()
     for is_one, before in zip((True, False), pair, strict=True):
         for key, now, then in pairs_of(TwinRun(passes, is_one, index, noise).take(index), before):
@@ -205,9 +217,9 @@ def _moved(passes: CheckConfig, index: int, pair: Pair, noise: float) -> dict[Ke
 
 
 def _is_state(passes: CheckConfig, index: int, pair: Pair, name: str) -> bool:
-    """Return whether a buffer ends a pass on one device with another value if it begins with another one."""
+    """Return whether a buffer carries state: its value after a pass on one device depends on its value before."""
     side = TwinRun(passes, True, index)
-    with suppress(Exception):  # if it depends on the buffer, or makes it anew
+    with suppress(Exception):  # `forward` may refuse this value, or replace the buffer.
         buffer = dict(side.module.named_buffers())[name]
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
         return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))

@@ -1,28 +1,35 @@
-"""The line with which a difference begins: operations of one call of a module, compared with those on one device.
+"""Find the source line where a module call in a replica first goes wrong.
 
-A module got the same rows as on one device, and returned others. Which line of its code is it? The first result that
-differs may be right: a maximum that is only logged, or subtracted before a softmax, an index, a row in a loop. And what
-follows differs as well. Therefore results are not only compared, but corrected:
+The problem: a module got the right inputs in a replica, and returned a wrong output. Which line of its code did it?
 
-    one device   x -> x.max() -> x - m -> .exp() -> z / z.sum()    is recorded
-    replica 1    x -> x.max() -> x - m -> .exp() -> z / z.sum()    is taken again, with the same modes, seeds and state
+The obvious way is to compare each intermediate result with one device, and to name the first different one. This fails,
+because a different result may be correct: a maximum over the chunk, only logged or subtracted before a softmax, differs
+and does no harm. After the faulty line, all results differ anyway.
+
+Our way is to correct results, and to see whether the output of the call becomes right:
+
+    one device   x -> x.max() -> x - m -> .exp() -> z / z.sum()    recorded
+    replica 1    x -> x.max() -> x - m -> .exp() -> z / z.sum()    run again, with the same modes, seeds and state
                       ^                                 ^
-                 Candidates get what they get on one device, and return something else. In a pass, they return the
-                 rows of one device, so that what follows gets the same, too. Then each does so alone. With the sum,
-                 the call returns what it returns on one device; with the maximum, it does not. It begins with the sum.
+                      candidates: same inputs as on one device, different results
 
-**Operations** are the functions of torch that the code of the call itself runs, and calls of its submodules, each of
-which is one operation. One is known by its place (the code object and the instruction of the innermost frame outside
-torch and this library, and the name of the function), and by how many times that has run before. In a loop of other
-length, or in a backward pass that runs the hooks of all replicas, it is the operation at this place that gets the same.
+    pass 1   Patch all candidates with the rows from one device, so that later operations get correct inputs.
+    pass 2   Patch `max` alone: the output of the call stays wrong, so `max` is innocent.
+    pass 3   Patch `sum` alone: the output is right. The difference begins with `sum`.
 
-**Rows** are compared as those of modules, see `chunk_of`: a dimension whose size is in proportion to the rows of the
-replica has samples, in one block or in several. That is ambiguous where a size depends on values: `nonzero`, `x[mask]`,
-or a sequence that is padded to a length in the same proportion. What does not fit is not compared. An operation that
-gets it is named only if it alone makes the output right, together with where that comes from.
+**Operations** are the torch functions in the code of the call itself, and the calls of its submodules (one operation
+each). An operation is identified by its place and by the number of earlier runs of this place. A place is a code
+object, an instruction (of the innermost frame outside torch and this library), and the name of the function. The number
+of runs is not enough in a loop of another length, or in a backward pass with the hooks of all replicas. There, we take
+the recorded operation at the same place with the same inputs.
 
-Of two faults at once, the first that makes a difference is named, unless it returns integers, as an index of other rows
-makes one, too. Where nothing is certain, no line is named. Nothing of this runs unless something differs.
+**Rows** are found by sizes, as for modules (see `chunk_of`): a dimension holds samples if its size is proportional to
+the rows of the replica. This is ambiguous if a size depends on values, as for `nonzero`, `x[mask]`, or padded
+sequences. Results of other shapes are not compared. An operation with such an input is named only if patching it alone
+makes the output right; the message then names the origin of the input, too.
+
+If there are two faults, the first one with an effect is named. Integer results are an exception: an index of other
+rows has an effect and may be correct. If nothing is certain, no line is named. All this runs only after a difference.
 """
 
 import linecache
@@ -61,8 +68,8 @@ from .twin import CheckMode, ModuleCall, Rows, notify_module_call
 
 __all__: list[str] = []
 
-_MOST = 5  # candidates that are corrected, each in a pass of its own. Arbitrary.
-_WIDTH = 60  # of the code that is quoted
+_MOST = 5  # Candidates to patch, one pass each. Arbitrary.
+_WIDTH = 60  # Characters of quoted source code. Arbitrary.
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CHECK = os.path.dirname(__file__) + os.sep
 _LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -71,23 +78,23 @@ RANDOM = "it draws random numbers, which differ in replicas, and may be meant to
 SEEDED = "it draws the same random numbers in each replica, because of a seed or a generator of its own"
 CHANGES = "it returns something else each time: look for state, a generator of its own, or the time"
 
-Key = tuple[str, int]  # the name of a module, and which of its calls it is
+Key = tuple[str, int]  # name of the module, index of the call
 Accepts = Callable[["Operation"], bool]
 
 
 class Place(NamedTuple):
-    """The instruction that runs an operation, in the innermost frame of the user, and the name of its function."""
+    """The instruction of an operation in the innermost user frame, and the name of the called function."""
 
     code: CodeType
     instruction: int
     name: str
 
     def __str__(self) -> str:
-        """Return its source, and where that is."""
+        """Return the quoted source, file, line and function."""
         line, end, column, end_column = list(self.code.co_positions())[self.instruction // 2]
         file, line = self.code.co_filename, line or self.code.co_firstlineno
         lines = [text.encode() for text in linecache.getlines(file)[line - 1 : end or line]]
-        if lines and self.name != "__setitem__":  # whose instruction has only what stands before the equals sign
+        if lines and self.name != "__setitem__":  # The columns of an assignment end at the equals sign.
             lines[-1] = lines[-1][:end_column]
             lines[0] = lines[0][column:]
         source = " ".join(b"".join(lines).decode(errors="ignore").split())
@@ -97,61 +104,64 @@ class Place(NamedTuple):
 
 @dataclass(eq=False)
 class Operation:
-    """An operation on one device, or in a replica."""
+    """One run of an operation, on one device or in a replica."""
 
     place: Place
-    number: int  # how many times its place has run before
-    synchronizes: bool  # whether its result depends on what it gets in other replicas
-    arguments: Any = None  # on one device, with copies of tensors
-    result: Any = None  # on one device, with copies of tensors
-    draws: bool = False  # on one device: whether it draws random numbers of torch
+    number: int  # number of earlier runs of this place
+    synchronizes: bool  # whether the result depends on the inputs of other replicas
+    # On one device:
+    arguments: Any = None  # with copies of tensors
+    result: Any = None  # with copies of tensors
+    draws: bool = False  # whether it uses a random generator of torch
     # In a replica:
-    called: Any = None  # the function, and what it gets
-    pairs: "Operation | None" = None  # what has made a tensor that it gets, two dimensions of which have samples
-    on_one: "Operation | None" = None  # the same operation
+    called: Any = None  # (function, args, kwargs)
+    pairs: "Operation | None" = None  # source of an input with two sample dimensions, such as a similarity matrix
+    on_one: "Operation | None" = None  # its counterpart on one device
     rows: Rows = WHOLE
-    numbers: list[tuple[Any, Any]] = field(default_factory=list)  # that differ, in the replica and on one device
-    origins: "list[tuple[Operation | None, Operation | None]]" = field(default_factory=list)  # of tensors that differ
-    gets_another: bool = False  # whether it gets another tensor than on one device, from outside of the call
-    differs: bool = False
-    fits: bool = True  # whether its result can be compared
-    has_pairs: bool = False  # whether two dimensions of its result have samples
+    numbers: list[tuple[Any, Any]] = field(default_factory=list)  # different scalar inputs: (replica, one device)
+    # Operations that made the different tensor inputs: (replica, one device). None is an unknown operation.
+    origins: "list[tuple[Operation | None, Operation | None]]" = field(default_factory=list)
+    gets_another: bool = False  # whether a tensor input from outside the call differs
+    differs: bool = False  # whether the result differs
+    fits: bool = True  # whether the result can be compared
+    has_pairs: bool = False  # whether the result has two sample dimensions
 
     def is_candidate(self) -> bool:
-        """Return whether a difference may begin with it."""
+        """Return whether the difference may begin with this operation."""
         return self.differs and self.fits and bool(self.origins or not self.synchronizes)
 
     def gets_the_same(self) -> bool:
-        """Return whether what other operations of the call have computed for it is that on one device."""
+        """Return whether all inputs from other operations of the call agree with one device."""
         return self.on_one is not None and not self.origins
 
     def gets_the_same_floats(self) -> bool:
-        """Return whether it gets the same, and returns no integers."""
+        """Return whether these inputs agree and all results are floating-point or complex tensors."""
         results = tensors_in(self.on_one and self.on_one.result)
         return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
     def roots(self) -> "set[Operation | None]":
-        """Return the operations in which begins what it gets and does not get on one device; None for unknown ones."""
+        """Return the operations where the differences of the inputs begin. None stands for an unknown operation."""
         origins = {here if here and here.on_one is there and here.differs else None for here, there in self.origins}
         roots = {root for origin in origins for root in (origin.roots() if origin else {None})} or {self}
-        return roots if len(roots) == 1 or len(origins) > 1 else origins  # a single one that gets several
+        # A single origin with several different inputs is the root itself.
+        return roots if len(roots) == 1 or len(origins) > 1 else origins
 
     def has_size_of_values(self) -> bool:
-        """Return whether the shape of its result depends on values, as that of `nonzero`."""
-        with suppress(Exception):  # of torch, which cannot tell such a shape without values
+        """Return whether the shape of the result depends on values, as for `nonzero`."""
+        with suppress(Exception):  # The meta device raises an error, because it has no values.
             args, kwargs = mapped(self.called[1:], lambda tensor: tensor.detach().to("meta"))
             return self.called[0](*args, **kwargs) is NotImplemented
         return True
 
 
 class _SeesOperations(CheckMode):
-    """Sees the operations of one call of a module, or, without a key, those of the user in a backward pass."""
+    """Observe the operations of one module call, or, without a key, of user code in a backward pass."""
 
     def __init__(self, dtype: torch.dtype, key: Key | None) -> None:
         super().__init__(dtype)
         self.key = key
         self.times: Counter[Place] = Counter()
-        self.makers = dict[int, Operation]()  # by the ids of tensors that operations returned
+        self.makers = dict[int, Operation]()  # by id(result tensor)
         self._running_children = dict[int, Operation]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -166,7 +176,7 @@ class _SeesOperations(CheckMode):
         if first is not None and first._version != version:
             self.give(operation, first, is_changed=True)
             return output
-        if isinstance(output, Iterator):  # of the rows of a tensor
+        if isinstance(output, Iterator):  # iter(tensor) yields its rows.
             return iter(self.give(operation, list(output)))
         return self.give(operation, output)
 
@@ -180,7 +190,7 @@ class _SeesOperations(CheckMode):
         return self.give(operation, output) if operation else None
 
     def _begun(self, name: str, child: nn.Module | None = None) -> Operation | None:
-        """Return the operation that begins; nothing if it is not one of the call itself, or not one of the user."""
+        """Start a new operation and return it. Return None outside the observed call or user code."""
         call = self._running[-1]
         if (call.module is None or call.key != self.key) if self.key else call.module is not None:
             return None
@@ -194,16 +204,16 @@ class _SeesOperations(CheckMode):
         return Operation(place, self.times[place] - 1, synchronizes)
 
     def get(self, operation: Operation, arguments: Any) -> None:
-        """Take note of what an operation gets."""
+        """Note the inputs of an operation."""
 
     def give(self, operation: Operation, output: Any, is_changed: bool = False) -> Any:
-        """Take note of what an operation returns, or of the tensor that it has changed; return what takes its place."""
+        """Note the result of an operation, or the tensor changed in place, and return the result to use instead."""
 
 
 def _frame_of_user(module: nn.Module | None) -> tuple[FrameType | None, bool]:
-    """Return the innermost frame of the user's within a call, and whether it runs this through a layer of this library.
+    """Return (innermost user frame of a module call, whether a layer of this library stands above that frame).
 
-    The frame is None if the call is that of a module of torch.
+    The frame is None if the call runs no user code, as for a module of torch.
     """
     frame, is_of_layer = sys._getframe(1), False
     while frame := frame.f_back:  # type: ignore[assignment]
@@ -219,7 +229,7 @@ def _frame_of_user(module: nn.Module | None) -> tuple[FrameType | None, bool]:
 
 
 def _plain(tree: Any, function: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
-    """Return a tree in dicts, with what a function returns for each tensor; slices have numbers, too."""
+    """Convert a tree to nested dicts and apply a function to each tensor. Slices become (start, stop, step)."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, PackedSequence):
@@ -233,13 +243,13 @@ def _id(leaf: Any) -> int:
 
 
 class RecordOperations(_SeesOperations, RecordMode):
-    """Keeps what operations get and return on one device."""
+    """Record the inputs and results of operations on one device."""
 
     def __init__(self, dtype: torch.dtype, key: Key | None) -> None:
         super().__init__(dtype, key)
         self.operations = dict[Place, list[Operation]]()
-        self.arguments = self.output = None  # of the call
-        self.caller: Place | None = None  # if that is the user, and no container
+        self.arguments = self.output = None  # of the observed call
+        self.caller: Place | None = None  # the line of the call, unless a torch container such as Sequential makes it
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
         if call.key == self.key:
@@ -268,19 +278,19 @@ class RecordOperations(_SeesOperations, RecordMode):
 
 
 class CorrectOperations(_SeesOperations):
-    """Compares operations in replicas with those on one device, and replaces the results of those that it accepts.
+    """Compare operations in replicas with one device, and patch the results of accepted operations.
 
-    In a forward pass, `rows` has those of one replica, in a backward pass those of all.
+    `rows` holds the rows of one replica in a forward pass, and of all replicas in a backward pass.
     """
 
     def __init__(self, one: RecordOperations, rows: Sequence[Rows], accepts: Accepts) -> None:
         super().__init__(one.dtype, one.key)
         self.one, self._rows, self._accepts = one, rows, accepts
-        self._alive: list[Tensor] = []  # so that no other tensor gets the same id
-        self.candidates = dict[Place, Operation]()  # the first ones at their places
-        self.is_right = False  # whether the call returns what it returns on one device
+        self._alive: list[Tensor] = []  # A living tensor keeps its id, so `makers` stays valid.
+        self.candidates = dict[Place, Operation]()  # the first candidate of each place
+        self.is_right = False  # whether the output of the call agrees with one device
         self.output: Any = None
-        self.of_output: Operation | None = None  # what gets the output
+        self.of_output: Operation | None = None  # a pseudo-operation with the output of the call as its input
 
     def end(self, call: ModuleCall, output: Any) -> Any:
         if call.key != self.key:
@@ -300,11 +310,11 @@ class CorrectOperations(_SeesOperations):
             self._compare(operation, arguments, other.arguments, rows)
             if operation.gets_the_same() and not operation.gets_another:
                 return
-        if not same or not self.key:  # Hooks of all replicas run in any order.
+        if not same or not self.key:  # In a backward pass, the hooks of all replicas run in any order.
             operation.on_one = None
 
     def _compare(self, operation: Operation, arguments: Any, on_one: Any, rows: Rows) -> None:
-        """Take note of what an operation gets other than on one device."""
+        """Compare the inputs of an operation with one device and note the differences."""
         operation.rows, operation.numbers, operation.origins, operation.gets_another = rows, [], [], False
         try:
             pairs = list(leaves_by_path(arguments, on_one, rows))
@@ -326,7 +336,7 @@ class CorrectOperations(_SeesOperations):
         right = self._right(operation, output)
         if operation.is_candidate():
             self.candidates.setdefault(operation.place, operation)
-            if self._accepts(operation) and is_changed:  # The code of the user has just written into it.
+            if self._accepts(operation) and is_changed:  # User code holds this tensor, so the patch must be in place.
                 output.data.copy_(right[id(output)])
             elif self._accepts(operation):
                 output = mapped(output, lambda tensor: right.get(id(tensor), tensor))
@@ -336,7 +346,7 @@ class CorrectOperations(_SeesOperations):
         return output
 
     def _right(self, operation: Operation, output: Any) -> dict[int, Tensor]:
-        """Return what the tensors of a result that differ are on one device, by their ids."""
+        """Compare a result with one device. Return the correct tensor for each different one, by id."""
         one, rows, right = operation.on_one, operation.rows, dict[int, Tensor]()
         operation.differs, operation.fits = one is None, one is not None
         try:
@@ -352,7 +362,7 @@ class CorrectOperations(_SeesOperations):
 
 
 class Line(NamedTuple):
-    """A line with which a difference begins, its operation, and the cause, if it is known."""
+    """A description of the faulty line, its operation, and its cause if known."""
 
     text: str
     operation: Operation | None = None
@@ -360,25 +370,25 @@ class Line(NamedTuple):
 
 
 def line_of_call(passes: CheckConfig, index: int, key: Key, number: int) -> Line | None:
-    """Return the line of a call with which a replica begins to differ in a pass."""
+    """Return the line where the module call `key` of replica `number` goes wrong in pass `index`."""
     one = RecordOperations(passes.dtype, key)
     TwinRun(passes, True, index).take(index, "output", [one])
 
     def take(accepts: Accepts) -> CorrectOperations | None:
         modes = [CorrectOperations(one, [rows], accepts) for rows in passes.rows]
-        with suppress(FailsInReplicas):  # What an operation returns on one device may not fit into a replica.
+        with suppress(FailsInReplicas):  # A patched result may have a wrong shape for later operations.
             TwinRun(passes, False, index).take(index, "output", modes)
             return modes[number]
         return None
 
-    if not one.operations:  # It is a module of torch.
+    if not one.operations:  # A module of torch runs no user code.
         return Line(f"it begins with {one.caller}") if one.caller else None
     line = _Search(take, number).line()
     return line and line._replace(why=_why(passes, index, key, line.operation))
 
 
 def line_of_gradient(passes: CheckConfig, index: int, name: str) -> Line | None:
-    """Return the line of a hook or a function with which a gradient begins to differ in the backward pass."""
+    """Return the line in a hook or autograd function where the gradient `name` goes wrong in the backward pass."""
 
     def gradient(is_one: bool, mode: CheckMode) -> Any:
         side = TwinRun(passes, is_one, index)
@@ -402,21 +412,18 @@ def line_of_gradient(passes: CheckConfig, index: int, name: str) -> Line | None:
 
 @dataclass
 class _Search:
-    """Looks for a line by passes in which some operations return what they return on one device.
+    """Search for the faulty line by passes with some operations patched."""
 
-    `take` takes such a pass.
-    """
-
-    take: Callable[[Accepts], CorrectOperations | None]
+    take: Callable[[Accepts], CorrectOperations | None]  # runs one pass and patches the accepted operations
     number: int = 0  # of the replica
 
     def line(self) -> Line | None:
-        """Return the first line that is certain to make the difference."""
+        """Return the first line with a proven effect."""
         as_it_is, together = self.take(lambda _: False), self.take(Operation.gets_the_same_floats)
         if as_it_is is None:
             return None
         for operation, alone in self._candidates(together, Operation.gets_the_same_floats):
-            # It makes the output right, or, if all together do so, changes it.
+            # Alone, it repairs the output; or all candidates together do, and this one contributes.
             if alone.is_right or (together and together.is_right and not agree(alone.output, as_it_is.output)):
                 return _line_of(operation)
         for operation, alone in self._candidates(as_it_is, Operation.is_candidate):
@@ -425,7 +432,7 @@ class _Search:
         return _other_way(as_it_is.of_output, as_it_is, self.number)
 
     def _candidates(self, mode: Any, accepts: Accepts) -> Iterator[tuple[Operation, CorrectOperations]]:
-        """Yield operations of a pass, each with one in which only those at its place are corrected."""
+        """Yield (candidate, pass with only the place of this candidate patched)."""
         for operation in list(filter(accepts, mode.candidates.values() if mode else ()))[:_MOST]:
             if alone := self._alone(operation):
                 yield operation, alone
@@ -434,14 +441,14 @@ class _Search:
         return self.take(lambda other: other.place == operation.place)
 
     def _line_of_origin(self, operation: Operation) -> Line | None:
-        """Return the line of what an operation gets and does not get on one device, if that is what differs."""
+        """Return the line of the operation that gave this operation its different input."""
         roots = operation.roots()
         root = next(iter(roots)) if len(roots) == 1 else None
         if any(root and root.synchronizes for root in roots):
-            return None  # It gets the same here, and something else in another replica.
-        if root and not root.fits and root.has_size_of_values():  # It selects rows, maybe rightly.
+            return None  # The inputs agree in this replica, so the fault lies in another one.
+        if root and not root.fits and root.has_size_of_values():  # It selects rows by values, perhaps correctly.
             root = None if any(here and here.fits for here, _ in operation.origins) else operation
-        # A module that differs by itself would have been found.
+        # The pseudo-operation of the output is no line. A faulty module would have been found before.
         return _line_of(root) if root and (root is not operation or operation.called) else None
 
 
@@ -458,7 +465,7 @@ def _number(value: Any) -> str:
 
 
 def _other_way(operation: Operation | None, mode: CorrectOperations, number: int) -> Line | None:
-    """Return which code only a replica, or only one device, has run to make what differs; nothing if both ran both."""
+    """Return the line that only a replica or only one device ran on the way to the different input, if any."""
     here = there = operation
     while operation and len(origins := {*operation.origins}) == 1:
         ((here, there),) = origins
@@ -475,12 +482,12 @@ def _other_way(operation: Operation | None, mode: CorrectOperations, number: int
 
 
 def _why(passes: CheckConfig, index: int, key: Key, operation: Operation | None) -> str:
-    """Return whether state or random numbers make an operation differ, by a repetition and by other seeds."""
-    side = TwinRun(passes, True, index, is_moved=False)  # with the same parameters in all passes
+    """Return the cause if it is state or random numbers: run one device again with the same seed, then another one."""
+    side = TwinRun(passes, True, index, is_moved=False)  # All three passes need the same parameters.
     first, again, other = (RecordOperations(passes.dtype, key) for _ in range(3))
     for seed, mode in ((index, first), (index, again), (index + 1, other)):
         side.take(seed, "output", [mode])
-    with suppress(LookupError):  # It may not run again.
+    with suppress(LookupError):  # The operation may not run again.
         if operation and _varies(operation, first, again):
             return CHANGES
         if operation and _varies(operation, again, other):
@@ -489,8 +496,8 @@ def _why(passes: CheckConfig, index: int, key: Key, operation: Operation | None)
 
 
 def _varies(operation: Operation, before: RecordOperations, after: RecordOperations) -> bool:
-    """Return whether an operation gets or returns something else in another pass whose call gets the same."""
-    if not agree(before.arguments, after.arguments) or operation.on_one is None:  # It runs on one side only.
+    """Return whether the result of an operation changes between two passes with the same inputs of the call."""
+    if not agree(before.arguments, after.arguments) or operation.on_one is None:  # It has no counterpart.
         return agree(before.arguments, after.arguments) and before.times != after.times
     number = operation.on_one.number
     then, now = (mode.operations[operation.place][number] for mode in (before, after))

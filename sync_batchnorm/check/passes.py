@@ -1,4 +1,4 @@
-"""Training passes of copies, on one device or in replicas, and what differs there for their caller."""
+"""Run training passes of a model's copies, on one device and in replicas, and compare the results for their caller."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,31 +17,38 @@ from .twin import CheckMode, Rows, Twin, copied, rows_of_chunks, seed, wrapper_l
 
 __all__: list[str] = []
 
-IN_FORWARD = ("output", "value", "loss")  # kinds of what the caller sees without a backward pass
-_TRAINING = 2  # passes with a backward pass, which takes most of the time; a counter that only gradients see needs two
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # how far parameters move to see what rounding does, by dtype
+IN_FORWARD = ("output", "value", "loss")  # kinds of results that need no backward pass
+# Passes with a backward pass, which takes most of the time. A lost counter shows in the second pass, and may affect
+# gradients alone, so one is not enough.
+_TRAINING = 2
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # size of the perturbation that measures rounding, by dtype
 
 Loss = Callable[[Any], Tensor]
-Key = tuple[str, Any]  # the kind of what the caller sees, and its name
+Key = tuple[str, Any]  # (kind, name) of a result
 
-# What the caller sees of a pass, by kind and name: tensors; as "value", numbers, flags and strings among the outputs;
-# as "path", where each output is; as "returned", the numbers of each replica; as "added", the gradients that parameters
-# have after the forward pass; as "assigned", the names of what it has assigned other tensors to.
+# Results of a pass, by kind and name:
+#   output, loss, gradient, parameter, buffer   tensors
+#   value      numbers, flags and strings in the output, by path
+#   path       paths of the output tensors
+#   returned   one-element tensors of each replica
+#   added      gradients of parameters after the forward pass
+#   unseen     class names of outputs whose tensors cannot be reached, by path
+#   assigned   names of parameters and buffers that `forward` replaced with other tensors
 Observed = dict[str, dict[Any, Any]]
 
 
 class FailsInReplicas(Exception):
-    """An error in replicas that one device did not have: its text, and the copy and the modes that had it."""
+    """An error raised only in replicas, with the arguments of `text_of_failure`."""
 
 
 @dataclass
 class CheckConfig:
-    """What all passes have in common."""
+    """Settings of all passes of a check, and facts noted on the way."""
 
     model: nn.Module
     arguments: Any
     wrapper: nn.DataParallel[Any] | None
-    path: str  # of the wrapper, in a model that contains it
+    path: str  # path of the wrapper in a model that contains it, or ""
     replicas: int
     loss: Loss | None
     dtype: torch.dtype
@@ -51,23 +58,23 @@ class CheckConfig:
             raise RuntimeError("expected a single process, as copies would exchange with others; call it in one alone")
         if self.dtype not in ROUNDING:
             raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {self.dtype}")
-        self.grads = list[Tensor]()  # random gradients of outputs, where there is no loss
-        self.rows = list[Rows]()  # of the chunks
-        self.pads = False  # whether a list is cut by its entries, which are tensors of several sizes
-        self.name = f"{self.path}.module" if self.path else ""  # of the module that has replicas
-        self.begun: Mapping[str, int] = {}  # calls in the last pass on one device, by the name of the module
+        self.grads = list[Tensor]()  # random gradients of outputs, if there is no `loss`
+        self.rows = list[Rows]()  # rows of each chunk
+        self.pads = False  # whether a list of tensors is split by entries and its tensors differ in shape
+        self.name = f"{self.path}.module" if self.path else ""  # name of the replicated module
+        self.begun: Mapping[str, int] = {}  # number of calls by module name, in the last pass on one device
         if not self.path:
             self.note_rows(wrapper_like(self.wrapper, self.model, self.replicas), *copied(self.arguments, self.dtype))
 
     def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
-        """Take note of the rows of each chunk, when the wrapper gets the whole batch."""
+        """Note the rows of each chunk, and whether lists are padded. A hook calls this for an inner wrapper."""
         self.rows = self.rows or rows_of_chunks(parallel, self.replicas, inputs, kwargs)
         lists = [leaf.value for leaf in Arguments(parallel, inputs, kwargs, 1).tree.leaves if leaf.splits_by_entry()]
         self.pads = any(len({entry.shape for entry in entries if isinstance(entry, Tensor)}) > 1 for entries in lists)
 
 
 class TwinRun(Twin):
-    """A copy that has taken some passes, on one device or in replicas, and takes more."""
+    """A twin that runs passes on one device or in replicas, after `index` earlier ones."""
 
     backward_mode: CheckMode | None = None
 
@@ -76,7 +83,7 @@ class TwinRun(Twin):
     ) -> None:
         super().__init__(passes.model, passes.arguments, passes.dtype, is_one)
         self._passes, self._is_one, self._is_moved = passes, is_one, is_moved
-        inside: Any = dict(self.module.named_modules())[passes.path]  # A script refuses get_submodule.
+        inside: Any = dict(self.module.named_modules())[passes.path]  # Scripted modules refuse get_submodule.
         wrapper, replicated = (inside, inside.module) if passes.path else (passes.wrapper, inside)
         self.parallel = wrapper_like(wrapper, replicated, 1 if is_one else passes.replicas)
         if passes.path:
@@ -88,8 +95,14 @@ class TwinRun(Twin):
             self.take(before)
 
     def take(self, index: int, kind: str = "gradient", modes: Sequence[CheckMode] = ()) -> Observed:
-        """Take a pass, as far as tensors of a kind need it; its index gives random numbers, others in replicas."""
-        self.move(index, 0.01 * self._is_moved)  # before the first pass, too: equal copies hide what stands before them
+        """Run one pass and return its results.
+
+        Args:
+            index: number of the pass. It seeds all random numbers, with other seeds in replicas than on one device.
+            kind: kind of the wanted result. The backward pass is left out if it is not needed.
+            modes: a mode for each replica.
+        """
+        self.move(index, 0.01 * self._is_moved)  # Also in the first pass: modules with equal weights may cancel.
         self.parallel.modes = modes or [CheckMode(self._passes.dtype) for _ in range(self._passes.replicas)]
         seed(index if self._is_one or self._passes.path else 1000 + index)
         try:
@@ -103,7 +116,7 @@ class TwinRun(Twin):
         dtype, module, parallel = self._passes.dtype, self.module, self.parallel
         leaves = [_fresh(leaf) for leaf in leaves_of(self.arguments)]
         asking = {f"input {i}": leaf for i, leaf in enumerate(leaves) if getattr(leaf, "requires_grad", False)}
-        initial = dict(module.named_parameters()) | asking  # before forward() asks for gradients of more inputs
+        initial = dict(module.named_parameters()) | asking  # before `forward` calls requires_grad_ on other inputs
         inputs, kwargs = with_leaves(self.arguments, iter(leaves))
         memory = self.memory()
         self.order.clear()
@@ -123,9 +136,9 @@ class TwinRun(Twin):
         return seen | {"output": dict(enumerate(map(Tensor.detach, outputs))), "loss": losses, "gradient": grads}
 
     def _after_forward(self, output: Any, memory: Mapping[str, Tensor]) -> Observed:
-        """Return what is seen after the forward pass, but for the outputs; `memory`: of tensors before."""
+        """Return the results of the forward pass, except for output tensors. `memory`: views taken before it."""
         named = named_leaves(output, "output")
-        # Of a norm, a class of the user's own may not count the calls.
+        # A custom norm need not count its calls, so counters are not compared.
         saved = {name for name in self.module.state_dict(keep_vars=True) if not name.endswith("num_batches_tracked")}
         return {
             "path": dict(enumerate([path for path, leaf in named if isinstance(leaf, Tensor)])),
@@ -139,7 +152,7 @@ class TwinRun(Twin):
         }
 
     def _outputs(self, output: Any) -> list[Tensor]:
-        """Return the outputs, those of all replicas in one where a gather of the user's own lists them."""
+        """Return the output tensors. If a custom `gather` returns a list of replica outputs, concatenate them."""
         outputs, numbers = tensors_in(output), [len(tensors_in(part)) for part in self.parallel.returned]
         is_list = "gather" in self.parallel.overridden and len({*numbers}) == 1 and len(outputs) == sum(numbers)
         if not is_list or self._passes.path:
@@ -148,8 +161,8 @@ class TwinRun(Twin):
         return [torch.cat(group, self.parallel.dim) if group[0].dim() else torch.stack(group) for group in groups]
 
     def _random_loss(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return a loss with a random gradient for each output, or for the mean of the scalars that replicas return."""
-        if not self._passes.grads:  # on one device, which comes first
+        """Return a loss with a random gradient for each output, or for the mean of scalars from replicas."""
+        if not self._passes.grads:  # One device runs first and fixes the shapes.
             generator = torch.Generator().manual_seed(0)
             self._passes.grads = [torch.randn(tensor.shape, generator=generator) for tensor in outputs]
         pairs = zip(outputs, self._passes.grads, strict=False)
@@ -166,13 +179,16 @@ def _check_loss(loss: Any, outputs: Sequence[Tensor]) -> None:
 
 
 def _numbers_in(output: Any) -> dict[str, Tensor]:
-    """Return the tensors with one element, by their paths."""
+    """Return the one-element tensors of an output, by path."""
     leaves = dict(named_leaves(output, "output"))
     return {path: leaf.detach() for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.numel() == 1}
 
 
 def _unseen_in(output: Any) -> dict[str, str]:
-    """Return the classes of outputs in which no tensor can be seen, by path: of all, if nothing can be compared."""
+    """Return class names of unreadable outputs, by path.
+
+    These are objects with unreachable tensors. If the whole output holds nothing to compare, these are all its leaves.
+    """
     tree = Tree(output, path=("output",), is_output=True)
     compared = [leaf.path for leaf in tree.leaves if isinstance(leaf.value, (Tensor, *SCALARS))]
     empty = (NoneType, list, tuple, dict)
@@ -182,13 +198,13 @@ def _unseen_in(output: Any) -> dict[str, str]:
 
 
 def _fresh(leaf: Any) -> Any:
-    """Return a copy of a tensor, as the forward pass may change it."""
+    """Copy an input tensor, because the forward pass may change it in place."""
     is_data = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_data else leaf
 
 
 def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
-    """Compute gradients, and leave none on other tensors than those of the copy, such as the user's parameters."""
+    """Run the backward pass, and restore `.grad` of all leaves outside the copy, such as the user's parameters."""
     known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
     nodes = new = set[Any]({edge.node})
     while new := {following for node in new for following, _ in node.next_functions} - nodes - {None}:
@@ -196,42 +212,42 @@ def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
     for leaf, _ in grads:
-        leaf.grad = None  # An addition would change the tensor.
-    with mode:  # also while checkpoints are recomputed
-        torch.autograd.backward(edge)  # A backward pass from a tensor would leave the mode.
+        leaf.grad = None  # Otherwise autograd would add to the user's tensor in place.
+    with mode:  # Checkpoints run the forward pass again, and need the mode, too.
+        torch.autograd.backward(edge)  # With a tensor in place of the edge, torch would leave the mode.
     for leaf, grad in grads:
         leaf.grad = grad
 
 
-_MOST = 4  # shapes of outputs that are written. Arbitrary.
+_MOST = 4  # Output shapes in a message. Arbitrary.
 _ROWS = "return a row for each sample, and compute what concerns the whole batch from the gathered output"
 IN_PLACE = "only what replica 0 writes into it in place stays, from its own chunk; update it outside the forward pass"
 _ASSIGNED = "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass"
 _ASSIGNED += ", or in place if it is a buffer that does not depend on the batch"
 _CHANGED = "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or do so outside"
 _BACKWARD = "forward() calls backward(), which in a replica adds to the gradients of the model; call it outside"
-_KINDS = ("output", "loss", "gradient", "parameter", "buffer")  # of tensors, in the order of the pass
+_KINDS = ("output", "loss", "gradient", "parameter", "buffer")  # kinds of compared tensors, in the order of the pass
 
 
 class Difference(NamedTuple):
-    """What differs for the caller after a pass."""
+    """One difference between results on one device and in replicas."""
 
     kind: str
     name: object
     text: str
     why: str = ""
-    look: str = ""  # for what, where no line is found
+    look: str = ""  # advice on where to look, if no line is found
 
 
 def differences(one: Observed, many: Observed, rounding: Mapping[Key, float] | None = None) -> Iterator[Difference]:
-    """Yield what differs for the caller by more than `rounding`, in the order of the pass."""
+    """Yield the differences larger than `rounding`, in the order of the pass."""
     yield from _different_structures(one, many)
-    is_number = any(True for _ in scalars(one, many))  # Each replica returns a loss, or sums for one.
+    is_number = any(True for _ in scalars(one, many))  # Replicas return losses, or sums to compute one.
     grads = [grad for grad in one["gradient"].values() if grad is not None]
     sizes, agreed = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}, ""
     for (kind, name), actual, expected in pairs_of(many, one):
-        if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:  # one from each replica
-            continue
+        if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:
+            continue  # A scalar from each replica is compared in the loss.
         rounding_of_largest = ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
         size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
@@ -248,7 +264,7 @@ def differences(one: Observed, many: Observed, rounding: Mapping[Key, float] | N
 def _text_of(
     kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, passes: tuple[Observed, Observed]
 ) -> tuple[str, str]:
-    """Return what differs, and why, where that is known; `passes`: that on one device first."""
+    """Return (text, cause or "") of a difference. `passes` holds the results on one device, then in replicas."""
     one, many = passes
     if kind == "output":
         part = f" in {one['path'][name]}" if len(one["path"]) > 1 else ""
@@ -257,7 +273,7 @@ def _text_of(
         in_replicas, on_one = (f"{tensor.sum():.6g}" for tensor in pair)
         what = "the loss differs" if one["unseen"] else "outputs agree, the loss does not"
         text = f"{what}: {on_one} on one device, {in_replicas} in replicas"
-        return text, "`loss` depends on more than the output" if name else ""  # That of the check does not.
+        return text, "`loss` depends on more than the output" if name else ""  # No name: random loss of the check.
     if kind == "gradient":
         text = "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of"
         return f"{text} {name}: {_norms(*pair)}", "" if agree(many["added"], one["added"]) else _BACKWARD
@@ -276,7 +292,7 @@ def _different_structures(one: Observed, many: Observed) -> Iterator[Difference]
 
 
 def pairs_of(actual: Observed, expected: Observed) -> Iterator[tuple[Key, Tensor, Tensor]]:
-    """Yield the tensors of two passes, zeros for one that is None, or is there on one side only."""
+    """Yield (key, actual, expected) for the tensors of two passes. Zeros stand for None and missing tensors."""
     for kind in _KINDS:
         for name, tensor in expected[kind].items():
             pair = actual[kind].get(name), tensor
@@ -293,9 +309,9 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
 
 
 def scalars(one: Observed, many: Observed) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Yield the numbers of replicas, that of one device, and the name of the output, for each number that a chunk has.
+    """Yield (replica values, single-device value, output name) for each scalar output.
 
-    A number that is the same in all replicas and on one device, as a temperature, is none of a chunk.
+    A scalar that is equal in all replicas and on one device, such as a temperature, is left out.
     """
     parts, on_one = many["returned"].values(), one["returned"].get(0, {})
     for path, tensor in on_one.items() if parts else ():

@@ -1,6 +1,8 @@
-"""Copies of a model and of its wrapper, and the mode in which they compute: on the CPU, in one dtype, without dropout.
+"""Make comparable copies ("twins") of a model and its wrapper, for one device and for replicas.
 
-The mode knows which calls of modules run. Parameters are moved, so that they hide nothing.
+Twins compute on the CPU, in one dtype and without dropout, so that only real differences remain. `CheckMode` enforces
+this, and tracks the running module calls. Parameters are perturbed before each pass: a weight of zeros, or two branches
+with equal weights that cancel, would hide an error before them.
 """
 
 import copy
@@ -39,39 +41,41 @@ def seed(number: int) -> None:
         numpy.random.seed(number)
 
 
-# As a function of torch that modes can override, it reaches the mode of the thread in which it is called.
+# Hooks must reach the mode of their own thread, and torch keeps the active modes per thread. Therefore this is an
+# overridable torch function: calling it invokes `__torch_function__` of the current mode.
 @wrap_torch_function(lambda name, *_: (name,))
 def notify_module_call(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
-    """Tell the mode of this thread that a call of a module begins or ends; other threads have none."""
+    """Notify the mode of this thread about the begin or end of a module call. Threads without a mode ignore it."""
 
 
 @dataclass
 class ModuleCall:
-    """A call of a module, on one device or in a replica."""
+    """One call of a module, on one device or in a replica."""
 
     module: Any
-    key: tuple[str, int]  # the name of the module, and which of its calls it is
-    called: set[str] = field(default_factory=set)  # of the functions that normalize a batch or differentiate, by itself
-    arguments: Any = None  # on one device, a copy; in a replica, kept while it is a suspect
-    output: Any = None  # on one device, a copy
-    in_replicas: "list[ModuleCall]" = field(default_factory=list)  # the same call, compared with that on one device
-    number: int = 0  # of the replica
-    agrees: bool = False  # whether it gets in its replica what it gets on one device
-    gap: float = 0.0  # of what it returns there
+    key: tuple[str, int]  # name of the module, index of the call
+    called: set[str] = field(default_factory=set)  # functions called directly: batch_norm, sync_batch_norm, grad
+    arguments: Any = None  # on one device: a copy; in a replica: only for suspects
+    output: Any = None  # on one device: a copy
+    in_replicas: "list[ModuleCall]" = field(default_factory=list)  # on one device: the compared calls of the replicas
+    # In a replica:
+    number: int = 0  # replica number
+    agrees: bool = False  # whether the inputs agree with one device
+    gap: float = 0.0  # largest gap of an output tensor
     how: str = ""  # the gap in words
-    part: str = "output"  # which of its outputs that is
+    part: str = "output"  # name of the output with the largest gap
 
 
 class CheckMode(TorchFunctionMode):
-    """A mode in which torch computes on the CPU, in float64 or another `dtype`, and without dropout."""
+    """Make torch compute on the CPU, in `dtype` and without dropout."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.dropped = dict[str, None]()  # the functions in which dropout was switched off
-        self.failed: tuple[ModuleCall, Exception] | None = None  # the innermost call that an error has ended
+        self.dropped = dict[str, None]()  # dropout functions that were switched off
+        self.failed: tuple[ModuleCall, Exception] | None = None  # innermost call ended by an error
         self._running = [ModuleCall(None, ("", 0))]
-        self.begun: Counter[str] = Counter()  # calls, by the name of the module
+        self.begun: Counter[str] = Counter()  # number of calls by module name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -89,19 +93,19 @@ class CheckMode(TorchFunctionMode):
             if any([*args[4:5], kwargs.pop("dropout_p", 0.0)]):
                 self.dropped[name] = None
             args = (*args[:4], *[0.0 for _ in args[4:5]], *args[5:])
-        if not name.endswith("_"):  # What works in place gets the tensors themselves.
+        if not name.endswith("_"):  # In-place functions must write into the original tensors.
             args = tuple(map(self.converted, args))
         return self.converted(func(*args, **kwargs))
 
     def converted(self, value: Any) -> Any:
-        """Return a tensor on the CPU, in the dtype unless it has integers or floats of 8 bits."""
+        """Move a tensor to the CPU and cast it to the dtype. Integers and 8-bit floats keep their dtype."""
         if not isinstance(value, Tensor):
             return value
         dtype = self.dtype if value.is_floating_point() and value.element_size() > 1 else value.dtype
         return value.to("cpu", self.dtype.to_complex() if value.is_complex() else dtype)
 
     def _notify_module_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
-        if in_transform():  # What is inside of torch.vmap is no tensor of a batch.
+        if in_transform():  # Tensors inside torch.vmap have no batch dimension to compare.
             return None
         if not output:
             call = ModuleCall(module, (name, self.begun[name]))
@@ -112,7 +116,8 @@ class CheckMode(TorchFunctionMode):
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and (self.failed is None or self.failed[1] is not error):
             self.failed = self._running[-1], error
-        # A hook may have raised before its module's call began here, or an exception may have ended a call.
+        # The innermost call may belong to another module: an exception skips the end of calls, and a hook of the user
+        # may raise before the begin of a call is noted here.
         while any(call.module is module for call in self._running):
             call = self._running.pop()
             if call.module is module:
@@ -120,27 +125,27 @@ class CheckMode(TorchFunctionMode):
         return None
 
     def begin(self, call: ModuleCall, arguments: Any) -> Any:
-        """Take note that a call begins; return other arguments, if it shall get some."""
+        """Note the begin of a call. May return arguments to use instead."""
 
     def end(self, call: ModuleCall, output: Any) -> Any:
-        """Take note that a call ends; return another output, if it shall have one."""
+        """Note the end of a call. May return an output to use instead."""
 
 
 def _drops(args: Sequence[Any], kwargs: Any) -> bool:
-    """Return whether a call of a dropout function drops anything."""
-    _, p, trains, *_ = (*args, None, None, None)  # Functions of torch.nn.functional pass all their options on by name.
+    """Return whether a call of a dropout function is in training mode with a nonzero probability."""
+    _, p, trains, *_ = (*args, None, None, None)  # Positional options come from torch.dropout and its variants only.
     return bool(kwargs.get("p", p) and kwargs.get("training", kwargs.get("train", trains)))
 
 
-# The attributes with a probability of dropout, of stochastic depth, or to skip a layer, by the package of the class. A
-# class of the user's own that is called DropPath is mostly a copy of that in timm.
+# Attributes with a probability (dropout, stochastic depth, skipped layers), by the package of the class. A class named
+# DropPath counts as part of timm: users mostly copy it from there.
 _DROPPING = ("drop_prob", "layerdrop", "drop_connect_rate")
 _PACKAGES = ("timm", "transformers", "monai", "segmentation_models_pytorch")
 _PROBABILITIES = {"torchvision": ("p",), **dict.fromkeys(_PACKAGES, _DROPPING)}
 
 
 class _Copying(CheckMode):
-    """The mode in which a model is copied, also its tensors that are no leaves."""
+    """Let `deepcopy` copy tensors inside a graph, too; torch itself refuses them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
@@ -149,17 +154,17 @@ class _Copying(CheckMode):
 
 
 def copied(tree: Any, dtype: torch.dtype) -> Any:
-    """Return a copy of modules or arguments, with tensors in a dtype on the CPU."""
-    with torch.no_grad(), _Copying(dtype):  # With gradients, copies of scripted modules would be no leaves.
+    """Copy modules or arguments, with tensors in `dtype` on the CPU."""
+    with torch.no_grad(), _Copying(dtype):  # Otherwise, parameters of copied scripted modules would have a grad_fn.
         return copy.deepcopy(tree)
 
 
 class Twin:
-    """A copy of a model and of its arguments."""
+    """A copy of a model and its arguments, with dropout off and hooks that notify the mode."""
 
     def __init__(self, model: nn.Module, arguments: Any, dtype: torch.dtype, is_one: bool) -> None:
-        self.dropped = dict[str, None]()  # attributes with a probability of dropout that was switched off
-        self.order = dict[str, None]()  # the names of parameters, as they get gradients in a backward pass
+        self.dropped = dict[str, None]()  # names of attributes whose dropout was switched off
+        self.order = dict[str, None]()  # names of parameters in the order of their gradients
         try:
             self.module, self.arguments = copied((model, arguments), dtype)
             with torch.no_grad():
@@ -174,36 +179,36 @@ class Twin:
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)
             if isinstance(module, _SynchronizedBatchNorm):
-                module.__dict__["eps_mode"] = "plus"  # the rule of one device, where replicas exchange nothing
-                if is_one and module._former_class is not None:  # It says what is right.
+                module.__dict__["eps_mode"] = "plus"  # Without replicas, layers always use this rule.
+                if is_one and module._former_class is not None:  # The class before conversion is the reference.
                     object.__setattr__(module, "__class__", module._former_class)
             if isinstance(module, nn.DataParallel):
-                module.device_ids = []  # It runs its module.
+                module.device_ids = []  # An inner wrapper then calls its module directly.
             for hooks in [vars(module)[hooks] for hooks in HOOKS if hooks in vars(module)]:
                 hooks.update({number: _rebound(hook, copies) for number, hook in hooks.items()})
-            if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
-                # Before hooks of the user, which may raise.
+            if not isinstance(module, torch.jit.ScriptModule):  # Scripted modules refuse Python hooks.
+                # It stands before the user's hooks, because they may raise.
                 module.register_forward_pre_hook(partial(notify_module_call, name), with_kwargs=True, prepend=True)
                 module.register_forward_hook(partial(notify_module_call, name), with_kwargs=True, always_call=True)
 
     def _take_over_attributes(self, model: nn.Module) -> None:
-        """Give parameters and buffers what the user has set on them, and parameters a hook that notes their order."""
+        """Copy the user's attributes of parameters and buffers, and hook parameters to note their gradients' order."""
         originals: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in self.module.named_parameters():
-            if originals[name].requires_grad:  # which copies of scripted modules do not say
-                # It notes the name and not the gradient, which would be a copy.
+            if originals[name].requires_grad:  # Copies of scripted modules lose this flag.
+                # Only the name is noted: `.grad` keeps the gradient without another copy.
                 parameter.requires_grad_().register_hook(lambda _, name=name: self.order.setdefault(name))
         originals |= dict(model.named_buffers(remove_duplicate=False))
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             vars(tensor).update(vars(originals[name]))
 
     def memory(self) -> dict[str, Tensor]:
-        """Return parameters and buffers as views, which show whether other tensors take their places."""
+        """Return views of parameters and buffers, to detect later whether `forward` replaced their memory."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         return {name: tensor.detach() for name, tensor in tensors if tensor.layout == torch.strided}
 
     def _switch_off_dropout(self, name: str, module: nn.Module) -> None:
-        """Switch off dropout and stochastic depth that a module does by an attribute of its own."""
+        """Set the dropout and stochastic depth attributes of a module to 0."""
         package = "timm" if type(module).__name__ == "DropPath" else type(module).__module__.partition(".")[0]
         is_of_torch = isinstance(module, (nn.RNNBase, nn.MultiheadAttention))
         names = ("dropout",) if is_of_torch else _PROBABILITIES.get(package, ())
@@ -214,15 +219,15 @@ class Twin:
 
     @torch.no_grad()
     def move_constants(self, is_moved: bool) -> None:
-        """Move parameters that are all equal upwards, as zeros and ones: they may hide what stands before them."""
+        """Perturb constant parameters (zeros, ones): a weight of zeros would hide an error before it."""
         for name, parameter in self.module.named_parameters():
             if is_moved and _trains(parameter) and bool(parameter.eq(first := parameter.flatten()[0]).all()):
                 size = (0.1 * first.abs()).clamp(min=0.02) * (0.5 + _numbers_like(parameter, name).abs())
-                parameter.add_(-size if first < 0 else size)  # Zeros move upwards: a root of them stays a number.
+                parameter.add_(-size if first < 0 else size)  # Zeros become positive, so that their root is no NaN.
 
     @torch.no_grad()
     def move(self, index: int, by: float) -> None:
-        """Move all parameters that train by about this much of each value, in each pass otherwise."""
+        """Perturb trainable parameters by about the fraction `by` of each value, differently in each pass."""
         for name, parameter in self.module.named_parameters():
             if _trains(parameter) and by:
                 parameter.addcmul_(_numbers_like(parameter, f"{index} {name}"), parameter.abs(), value=by)
@@ -233,27 +238,27 @@ def _trains(tensor: Tensor) -> bool:
 
 
 def _numbers_like(parameter: Tensor, name: str) -> Tensor:
-    """Return random numbers that follow from a name; they repeat, which takes less time."""
+    """Return random numbers in the shape of a parameter, seeded by a name. They repeat after 1021, to save time."""
     generator, size = torch.Generator().manual_seed(zlib.crc32(name.encode())), parameter.numel()
     numbers = torch.randn(min(size, 1021), generator=generator, dtype=torch.float64)
     return numbers.to(parameter.dtype).repeat(size // len(numbers) + 1)[:size].reshape(parameter.shape)
 
 
 def shortened(error: Exception, most: int) -> str:
-    """Return the first words of an error's text."""
+    """Return the first `most` words of the text of an error."""
     words = str(error).split()
     return " ".join(words[:most]) + (" ..." if len(words) > most else "")
 
 
 def closure_of(function: Any) -> list[Any]:
-    """Return the values of the variables in the closure of a function; nothing if one is not set yet."""
+    """Return the closure values of a function; an empty list if a variable is not set yet."""
     with suppress(ValueError):
         return [cell.cell_contents for cell in function.__closure__ or ()] if type(function) is FunctionType else []
     return []
 
 
 def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
-    """Return a hook that refers in its closure to modules of a copy, where it has referred to those of the user."""
+    """Return a hook whose closure holds the copies instead of the user's modules."""
     closure = closure_of(hook)
     if not copies.keys() & set(map(id, closure)):
         return hook
@@ -264,7 +269,7 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
 
 
 class Rows(NamedTuple):
-    """Which rows of a batch a chunk has."""
+    """Range of the rows of a chunk, and the number of rows of the batch."""
 
     here: range
     total: int
@@ -275,17 +280,17 @@ _USUAL = {getattr(cls, name) for cls in (nn.DataParallel, DataParallelWithCallba
 
 
 class CheckedWrapper(DataParallelWithCallback):
-    """A wrapper of CPU replicas, each of which runs in a mode of its own."""
+    """A wrapper for CPU replicas. Each replica runs in its own mode."""
 
-    overridden: Sequence[str] = ()  # which of the methods are those of the user's wrapper
+    overridden: Sequence[str] = ()  # names of the methods that the user's wrapper overrides
     modes: Sequence[CheckMode]
-    returned: Sequence[Any] = ()  # what each replica has returned
+    returned: Sequence[Any] = ()  # output of each replica
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if len(self.device_ids) > 1:
             return super().forward(*inputs, **kwargs)
         args, kwargs_of = self.scatter(inputs, kwargs, self.device_ids)
-        of_one = args[0] if isinstance(args[0], (list, tuple)) else args[:1]  # as the `parallel_apply` of torch does
+        of_one = args[0] if isinstance(args[0], (list, tuple)) else args[:1]  # torch's parallel_apply does the same.
         output = self.module(*of_one, **kwargs_of[0])
         self.returned = [output]
         return self.gather([output], self.output_device) if "gather" in self.overridden else output
@@ -302,16 +307,16 @@ def _call_in_mode(mode: CheckMode, replica: nn.Module, /, *args: Any, **kwargs: 
 
 
 def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replicas: int) -> CheckedWrapper:
-    """Return a wrapper for so many CPU replicas of `module`, with the methods and attributes of the user's wrapper."""
+    """Return a wrapper for CPU replicas of `module` with the methods and attributes of the user's wrapper."""
     parallel = CheckedWrapper(module, ["cpu"] * replicas)
-    wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])  # whose class warnings name
-    cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # of a patched object, the user's class
+    wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])  # Warnings show the name of this class.
+    cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # the user's class, if the object was patched
     bases = (CheckedWrapper,) if issubclass(CheckedWrapper, cls) else (cls, CheckedWrapper)
     methods = {name: getattr(CheckedWrapper, name) for name in ("replicate", "parallel_apply", "__call__")}
     object.__setattr__(parallel, "__class__", type(cls.__name__, bases, methods))
     kept = {*vars(nn.Module()), "device_ids", "output_device", "src_device_obj"}
     for name in vars(wrapper).keys() - kept:
-        held = vars(wrapper)[name]  # A method that was set on the object is bound to this wrapper.
+        held = vars(wrapper)[name]  # A method set on the user's object is bound again, to this wrapper.
         parallel.__dict__[name] = held.__func__.__get__(parallel) if getattr(held, "__self__", 0) is wrapper else held
     parallel.__dict__["_modules"] = {**vars(wrapper)["_modules"], "module": module}
     parallel.overridden = [name for name in _METHODS if name in vars(wrapper) or getattr(cls, name) not in _USUAL]
@@ -319,7 +324,11 @@ def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replic
 
 
 def rows_of_chunks(parallel: CheckedWrapper, replicas: int, inputs: Any, kwargs: Any) -> list[Rows]:
-    """Return which rows each replica gets; raise an error for fewer than two chunks."""
+    """Return the rows of each replica's chunk.
+
+    Raises:
+        ValueError: for fewer than two chunks.
+    """
     if replicas < 2:
         raise ValueError(f"expected at least two replicas to compare, but got {replicas=}; pass a larger number")
     if {"scatter", "forward"}.intersection(parallel.overridden):
@@ -327,7 +336,7 @@ def rows_of_chunks(parallel: CheckedWrapper, replicas: int, inputs: Any, kwargs:
         sizes = _sizes_of_chunks([*chunks], (inputs, kwargs), parallel.dim)
     else:
         sizes = Arguments(parallel, inputs, kwargs, replicas).sizes
-    if len(sizes) < 2 and "forward" in parallel.overridden:  # which may cut the batch in another way
+    if len(sizes) < 2 and "forward" in parallel.overridden:  # A custom forward may split the batch itself.
         sizes = [1] * replicas
     if len(sizes) < 2 or not sum(sizes):
         raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
@@ -335,12 +344,16 @@ def rows_of_chunks(parallel: CheckedWrapper, replicas: int, inputs: Any, kwargs:
 
 
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:
-    """Return the number of rows of each chunk: of the first tensors whose sizes add up to one of the batch."""
+    """Return the number of rows of each chunk.
+
+    A custom `scatter` does not report it. Therefore we search for a dimension whose sizes in all chunks add up to a
+    size in the batch: first of tensors, then of lists.
+    """
     totals = {size for tensor in tensors_in(arguments) for size in tensor.shape if size}
     shapes = [[(*leaf.shape[dim:][:1], *leaf.shape) for leaf in tensors_in(chunk)] for chunk in chunks]
-    for of_tensor in zip_longest(*shapes, fillvalue=()):  # A replica may get no tensor.
+    for of_tensor in zip_longest(*shapes, fillvalue=()):  # A replica may have no tensor.
         for sizes in zip_longest(*of_tensor, fillvalue=0):
             if sum(sizes) in totals:
                 return list(sizes)
     lists = [[value for value in children_of(args).values() if isinstance(value, (list, tuple))] for args, _ in chunks]
-    return [len(of_chunk[0]) if of_chunk else 0 for of_chunk in lists]  # with an item for each sample
+    return [len(of_chunk[0]) if of_chunk else 0 for of_chunk in lists]  # lists with an entry for each sample
