@@ -179,7 +179,7 @@ class Twin:
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)
             if isinstance(module, _SynchronizedBatchNorm):
-                module.__dict__["eps_mode"] = "plus"  # Without replicas, layers always use this rule.
+                module.__dict__["eps_mode"] = "plus"  # Without an exchange, layers always use this rule.
                 if is_one and module._former_class is not None:  # The class before conversion is the reference.
                     object.__setattr__(module, "__class__", module._former_class)
             if isinstance(module, nn.DataParallel):
