@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from ..meeting import add_note
-from ..messages import check_module, check_number, collected_warnings
-from .comparing import gap, largest, numbers_of
+from ..messages import check_module, check_number, collected_warnings, warn
+from .comparing import agree, gap, largest, numbers_of
 from .explaining import Investigation, text_of_failure, text_of_hooks
 from .passes import (
     ROUNDING,
@@ -36,6 +36,7 @@ from .passes import (
     TwinRun,
     differences,
     pairs_of,
+    scalars,
 )
 
 __all__ = ["assert_matches_one_device"]
@@ -90,6 +91,9 @@ def assert_matches_one_device(
         TypeError, ValueError: for invalid arguments, several wrappers, a `loss` that is no scalar or has no gradient,
             fewer than two chunks, or, without `loss`, outputs of unknown classes.
         RuntimeError: if the model cannot be copied, or the process belongs to a process group.
+
+    Warns:
+        UserWarning: if results agree, but all chunks are equal and each replica returns the mean of its chunk.
     """
     check_module(model)
     check_number("replicas", replicas)
@@ -101,12 +105,14 @@ def assert_matches_one_device(
     with _random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         try:
             with collected_warnings() as warned, _steps_of_torch_named():
-                _compare(CheckConfig(model, (inputs, dict(kwargs or {})), wrapper, path, replicas, loss, dtype))
+                doubt = _compare(CheckConfig(model, (inputs, dict(kwargs or {})), wrapper, path, replicas, loss, dtype))
         except (AssertionError, FailsInReplicas) as failure:
             error = AssertionError(text_of_failure(*failure.args)) if isinstance(failure, FailsInReplicas) else failure
             for text in warned:
                 add_note(error, f"The wrapper has warned: {text}.")
             raise error from failure.__cause__
+    if doubt:
+        warn(doubt)
 
 
 @contextmanager
@@ -139,21 +145,35 @@ def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
     return next(iter(outermost.items()), ("", None))
 
 
-def _compare(passes: CheckConfig) -> None:
-    """Run the passes on both sides and raise an error for the first difference beyond rounding."""
-    one = many = None
+def _compare(passes: CheckConfig) -> str:
+    """Raise an error for the first difference beyond rounding; return a warning about equal chunks, or nothing."""
+    one, many, doubt = None, None, ""
     for index in range(_PASSES):
         one = one or TwinRun(passes, True, index)
         of_one = _on_one_device(passes, one, index)
         many = many or TwinRun(passes, False, index)  # Made late, to save memory.
         of_many = many.take(index)
         _refuse_unseen(passes, of_many)
+        doubt = doubt or _hidden_by_equal_chunks(passes, of_one, of_many)
         if difference := next(differences(of_one, of_many), None):
             one = many = None
             difference = _beyond_rounding(passes, index, (of_one, of_many))
         del of_one, of_many
         if difference:
             raise AssertionError(Investigation(passes, index, difference).text())
+    return doubt
+
+
+def _hidden_by_equal_chunks(passes: CheckConfig, one: Observed, many: Observed) -> str:
+    """Return a warning if means of equal chunks differ between replicas, and their mean is that of the batch."""
+    are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
+    if len({len(rows.here) for rows in passes.rows}) > 1 or not are_means:
+        return ""
+    return (
+        f"all chunks have {len(passes.rows[0].here)} rows, so that the mean of a chunk that each replica returns "
+        f"cannot be told from the mean of the batch; pass {2 * passes.replicas - 1} samples, unless those of your "
+        "training make equal chunks"
+    )
 
 
 def _on_one_device(passes: CheckConfig, one: TwinRun, index: int) -> Observed:

@@ -958,9 +958,13 @@ def test_a_mean_of_each_chunk_is_found_with_twice_the_replicas_less_one_samples(
         assert_matches_one_device(model, torch.randn(2 * number - 1, 6), replicas=number)
 
 
-def test_means_of_equal_chunks_pass_without_a_warning():
+def test_equal_chunks_of_scalars_are_warned_of_as_they_hide_a_mean():
     model = Apply(lambda self, x: self.parts[0](x).square().mean(), nn.Linear(3, 3))
-    assert_matches_one_device(model, VECTORS)
+    with pytest.warns(
+        UserWarning, match="all chunks have 2 rows, .* pass 3 samples, unless those of your training"
+    ) as caught:
+        assert_matches_one_device(model, VECTORS)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_a_number_that_all_replicas_return_is_no_mean_of_a_chunk():
