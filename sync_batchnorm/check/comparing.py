@@ -65,7 +65,7 @@ def format_gap(by: float, actual: Tensor, expected: Tensor) -> str:
         return "as only one of them is finite"
     if by < 10:
         return f"by {by:.2g} of its largest value"
-    return f"by values up to {largest(actual):.2g} in place of {largest(expected):.2g}"  # perhaps zero
+    return f"by values up to {largest(actual):.2g} in place of {largest(expected):.2g}"
 
 
 def largest(*tensors: Tensor) -> float:

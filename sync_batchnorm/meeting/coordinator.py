@@ -188,7 +188,7 @@ class Coordinator:
             sleep(0.01)
 
     def take_failure(self) -> tuple[str, BaseException] | None:
-        """Return name and error of the replica that most likely failed first, or None; forget all failures.
+        """Return name and error of the failed replica with the lowest rank, or None; forget all failures.
 
         An error of a replica that was not released comes before the errors that follow from a break, any other error
         before a `ReplicaSyncError`, and a lower replica before a higher one.
