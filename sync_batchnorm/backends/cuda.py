@@ -87,6 +87,7 @@ class Cuda(Backend):
         return outputs
 
     def gradients(self, replicas: Sequence[BackwardInput], batch: BatchStatistics) -> Sequence[Gradients]:
+        master = batch.master_device
         sums: list[Pair] = []
         parameter_grads: list[tuple[Tensor | None, Tensor | None]] = []
         for replica in replicas:
@@ -94,13 +95,14 @@ class Cuda(Backend):
                 parameter_grads.append((None, None))
             else:
                 pair, grad_weight, grad_bias = _sums(replica, replica.grad_output, batch)
-                sums.append(move_pair(pair, batch.master_device, batch.lease.pools))
+                is_there = replica.input.device == master
+                sums.append(pair if is_there else move_pair(pair, master, batch.lease.pools))
                 parameter_grads.append((grad_weight, grad_bias))
         if not any([replica.wants_input for replica in replicas]):
             return [(None, *grads) for grads in parameter_grads]
 
         devices, count = tuple(batch.mean_invstd), batch.elements
-        vector, _ = sums[0] if sums else batch.mean_invstd[batch.master_device]
+        vector, _ = sums[0] if sums else batch.mean_invstd[master]
         lease = Lease(batch.lease.pools, devices, vector)
         totals = batch.totals(sums, lease.workspace)
         if isinstance(count, Tensor):

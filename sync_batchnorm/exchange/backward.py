@@ -12,6 +12,17 @@ all inputs:
 It reads input and weight of each replica from the replica's `Saved`. The master makes everything else, on every
 device, before it answers, because a replica may start a backward pass before the others have woken up.
 
+NOTE [who saves]: The obvious way to save input and weight for the backward pass is `ctx.save_for_backward` in the
+node of the call. It fails twice. The saved-tensor hooks of every replica would run in the thread of replica 0. And
+where replicas take gradients in their forward pass, two threads may free the tensors of one node at the same time,
+and torch 2.13 then frees them twice. So each replica saves its own tensors, in its own thread:
+
+    thread of replica 0      Saved 0  <---+
+                                          +---- node of the call
+    thread of replica 1      Saved 1  <---+
+
+The node unpacks them in the backward pass, and then drops their inputs unless `retain_graph` is set.
+
 NOTE [gradients of gradients]: With `create_graph`, `Backend.gradients` computes the statistics again from the saved
 inputs, in operators that autograd records. So a second backward pass does not need this node.
 
@@ -31,35 +42,139 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import GENERAL, BackwardInput, BatchStatistics
-from ..backends.streams import in_order_with_engine, on_default_streams
-from ..torch_private import fast_apply, graph_task_id, retains_graph, set_grad_enabled, uncompiled
-from .replica_call import ReplicaCall, Saved
+from ..backends.base import GENERAL, BackwardInput, BatchStatistics, LayerArguments
+from ..backends.streams import current_stream, in_order_with_engine, on_default_streams, on_streams
+from ..torch_private import fast_apply, graph_task_id, retains_graph, set_grad_enabled, uncompiled, will_execute
+from .replica_call import ReplicaCall
 
 __all__: list[str] = []
+
+InputAndWeight = tuple[Tensor, Tensor | None]
+
+FREED = (
+    "Trying to backward through the graph a second time, where a synchronized batch norm has dropped its input; pass "
+    "retain_graph=True to the first backward(), and compute gradients outside the forward() of replicas"
+)
+
+
+class Saved:
+    """Input and weight of one replica, saved for the backward pass.
+
+    This object keeps them itself: that takes less time than a node. With saved-tensor hooks, `pack` gives them to an
+    autograd node, because the hooks may belong to an activation checkpoint.
+    """
+
+    __slots__ = (
+        *("device", "has_hooks", "input_node", "kept", "needs_gradient", "needs_input", "stream", "unpacked"),
+        *("_input_version", "_weight", "_weight_version"),
+    )
+
+    def __init__(self, input: Tensor, layer: LayerArguments, has_hooks: bool) -> None:
+        weight, bias = layer.weight, layer.bias
+        self.device, self.has_hooks, self.needs_input = input.device, has_hooks, input.requires_grad
+        self.input_node = input.grad_fn  # None for an input that needs no gradient
+        self.needs_gradient = (
+            self.needs_input
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        )
+        self.kept: Any = input  # with hooks, the output of the node that owns the tensors; None once it is dropped
+        # The weight is never dropped, since it is only a vector. If both were dropped, a thread could read the input
+        # before another thread drops them, and the weight afterwards.
+        self._weight = weight
+        self._input_version, self._weight_version = input._version, 0 if weight is None else weight._version
+        if has_hooks:
+            self.stream = current_stream(input.device)
+            self.unpacked: dict[int, InputAndWeight] = {}  # by the number of the backward pass that will read it
+
+    def pack(self) -> None:
+        """Give the tensors to the saved-tensor hooks of this thread.
+
+        A checkpoint ends its recomputation by an exception in these hooks. As in torch, hooks see nothing of a layer
+        that needs no gradient.
+        """
+        if self.needs_gradient:
+            with torch.enable_grad():
+                self.kept = _save(graph_source(), (self.kept, self._weight))
+            self._weight = None  # The hooks decide whether it is kept.
+
+    def wants_input(self) -> bool:
+        """Return whether the running backward pass needs the gradient of the input."""
+        return self.needs_input and will_execute(self.input_node)
+
+    def is_read(self, grad_output: Tensor | None) -> bool:
+        """Return whether the running backward pass needs input and weight; `grad_output` is that of this replica."""
+        # Gradients of gradients need the inputs of all replicas.
+        return grad_output is not None or self.wants_input() or torch.is_grad_enabled()
+
+    def unpack(self) -> InputAndWeight:
+        """Return input and weight. Raise an error if they were dropped or have changed in place."""
+        if self.has_hooks and (unpacked := self.unpacked.pop(graph_task_id(), None)):
+            return unpacked
+        kept = self.kept
+        if kept is None:
+            raise RuntimeError(FREED)
+        if self.has_hooks and self.needs_gradient:
+            if self.stream == current_stream(self.device):
+                return kept.grad_fn.saved_tensors  # type: ignore[no-any-return]
+            # To unpack, hooks may compute. A checkpoint has computed on this stream, and other layers use the results.
+            return on_streams([self.stream], (), lambda: kept.grad_fn.saved_tensors)  # type: ignore[no-any-return]
+        weight = self._weight
+        if kept._version != self._input_version:
+            raise _changed_error(kept, self._input_version)
+        if weight is not None and weight._version != self._weight_version:
+            raise _changed_error(weight, self._weight_version)
+        return kept, weight
+
+
+def _changed_error(tensor: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+    )
+
+
+class _Save(torch.autograd.Function):
+    """A node that owns saved tensors for as long as its output is alive. It never runs in a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, tensors: InputAndWeight) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return source
+
+
+_save = fast_apply(_Save)
+
+
+def graph_source() -> Tensor:
+    """Return a new tensor that requires a gradient. A function of it is in the graph, whatever its other arguments."""
+    # A new one for each use: in anomaly mode, two threads that use a leaf for the first time deadlock (torch 2.13).
+    return torch.empty(0, device="cpu", requires_grad=True)
 
 
 def connect_to_graph(
     messages: Sequence[tuple[ReplicaCall, Saved | None]], outputs: Sequence[Tensor], batch: BatchStatistics
 ) -> Sequence[Tensor]:
     """Make one node that connects the outputs to all inputs, weights and biases, if one of these needs a gradient."""
-    recorded = [i for i, (_, saved) in enumerate(messages) if saved is not None]
-    layers = [(messages[i][0].input, messages[i][0].layer) for i in recorded]
-    tensors = [tensor for input, layer in layers for tensor in (input, layer.weight, layer.bias)]
-    if not any([tensor is not None and tensor.requires_grad for tensor in tensors]):
+    recorded = [(call, saved, output) for (call, saved), output in zip(messages, outputs, strict=True) if saved]
+    all_saved = [saved for _, saved, _ in recorded]
+    if not any([saved.needs_gradient for saved in all_saved]):
         return outputs
-    all_saved, results = [saved for _, saved in messages if saved is not None], list(outputs)
+    tensors: list[Tensor | None] = []
+    for call, _, _ in recorded:
+        tensors += call.input, call.layer.weight, call.layer.bias
     set_grad_enabled(True)
     try:
-        in_graph = _apply(batch, all_saved, [outputs[i] for i in recorded], *tensors)
-        if len(batch.mean_invstd) > 1 and any([saved.by_hooks for saved in all_saved]):
+        in_graph = _apply(batch, all_saved, [output for *_, output in recorded], *tensors)
+        if len(batch.mean_invstd) > 1 and any([saved.has_hooks for saved in all_saved]):
             pairs = zip(all_saved, in_graph, strict=True)
             in_graph = _unpack(None, *[_unpack(saved, output)[0] for saved, output in pairs])
     finally:
         set_grad_enabled(False)  # as in every exchange
-    for i, output in zip(recorded, in_graph, strict=True):
-        results[i] = output
-    return results
+    if len(recorded) == len(outputs):
+        return in_graph  # type: ignore[no-any-return]
+    rest = iter(in_graph)
+    return [next(rest) if saved else output for (_, saved), output in zip(messages, outputs, strict=True)]
 
 
 class _SyncBatchNorm(torch.autograd.Function):
@@ -111,7 +226,7 @@ class _Unpack(torch.autograd.Function):
     @uncompiled  # by compiled autograd
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved
-        if saved is not None and saved.by_hooks and saved.is_read(grad_outputs[0]):
+        if saved is not None and saved.has_hooks and saved.is_read(grad_outputs[0]):
             saved.unpacked[graph_task_id()] = on_default_streams((saved.device,), (), saved.unpack)
         return None, *grad_outputs
 

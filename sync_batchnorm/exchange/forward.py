@@ -18,22 +18,22 @@ one autograd node, and answers each replica with its output:
 The functions below stand in this order. Replicas wait in `connection.pipe.run`: see `meeting/coordinator.py`.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..backends.base import BatchStatistics, LayerArguments, single_value_error
+from .. import backends
+from ..backends.base import GENERAL, BatchStatistics, Counts, LayerArguments, single_value_error
 from ..backends.streams import on_default_streams, uses_default_streams
 from ..backends.workspaces import Lease, Pair, move_pair
 from ..processes import Peers
 from ..torch_private import any_autocast, graph_task_id, saved_tensors_hooks, set_grad_enabled, without_modes
-from .backward import connect_to_graph
+from .backward import Saved, connect_to_graph
 from .recomputation import recompute
-from .replica_call import ALONE, Answer, Connection, GatheredStatistics, RememberedCall, ReplicaCall, Saved, measure
+from .replica_call import Answer, Connection, RememberedCall, ReplicaCall
 
 __all__: list[str] = []
 
@@ -51,34 +51,27 @@ def sync_batch_norm(input: Tensor, layer: LayerArguments, connection: Connection
     """
     if has_torch_function((input,)):  # A subclass of `Tensor` may override this function, like functions of torch.
         return handle_torch_function(sync_batch_norm, (input,), input, layer, connection, peers)
-    if input.is_leaf and input.requires_grad:
-        input = input[...]  # `Saved.wants_input` needs a grad_fn, and a leaf has none.
-    records = torch.is_grad_enabled()
-    if records and input.is_inference():
-        input = input.clone()  # Inference tensors cannot be saved for a backward pass.
-    has_hooks = records and saved_tensors_hooks(True) is not None
-    is_recomputation = graph_task_id() != -1  # inside a backward pass
+    records, saved, has_hooks = torch.is_grad_enabled(), None, False
+    if records:
+        if input.is_inference():
+            input = input.clone()  # Inference tensors cannot be saved for a backward pass.
+        elif input.is_leaf and input.requires_grad:
+            input = input[...]  # `Saved.wants_input` needs a grad_fn, and a leaf has none.
+        has_hooks = saved_tensors_hooks(True) is not None
+        saved = Saved(input, layer, has_hooks)
     set_grad_enabled(False)  # `torch.no_grad` takes ten times as long.
     try:
-        saved = None
-        if records and (layer.running is None or not is_recomputation):  # see NOTE [recomputation]
-            saved = Saved(input, layer, has_hooks)
-        if connection.pipe is None:
-            exchange = partial(_exchange_alone, input, layer, peers, saved, records, has_hooks)
-        elif is_recomputation:
-            exchange = partial(recompute, input, layer, connection, records, has_hooks)
-        else:
-            exchange = partial(_exchange_with_replicas, input, layer, connection, saved, has_hooks)
-        is_on_side_stream = input.is_cuda and not uses_default_streams(input.device, connection.master_device)
-        if has_hooks or any_autocast() or (is_on_side_stream and connection.pipe is not None):
-            return _without_modes(exchange, input, layer, connection, has_hooks)
-        return exchange()
+        if has_hooks or any_autocast():
+            return _exchange_without_modes(input, layer, connection, saved, peers)
+        if input.is_cuda and connection.pipe and not uses_default_streams(input.device, connection.master_device):
+            return _exchange_without_modes(input, layer, connection, saved, peers)
+        return _exchange(input, layer, connection, saved, peers)
     finally:
         set_grad_enabled(records)
 
 
-def _without_modes(
-    exchange: Callable[[], Tensor], input: Tensor, layer: LayerArguments, connection: Connection, has_hooks: bool
+def _exchange_without_modes(
+    input: Tensor, layer: LayerArguments, connection: Connection, saved: Saved | None, peers: Peers | None
 ) -> Tensor:
     """Exchange on the default streams, without autocast, and without the modes of a checkpoint; see NOTE [streams].
 
@@ -87,75 +80,85 @@ def _without_modes(
     as memory that is filled later. Autocast would concatenate tensors in its own dtype, or refuse tensors of another
     dtype.
     """
-    device = input.device
+    device, has_hooks = input.device, saved is not None and saved.has_hooks
     devices = () if connection.pipe is None else {device, connection.master_device or device}
     with without_modes() if has_hooks else nullcontext(), torch.autocast(device.type, enabled=False):
-        return on_default_streams(devices, (input, layer.weight, layer.bias), exchange)
+        tensors = input, layer.weight, layer.bias
+        return on_default_streams(devices, tensors, _exchange, input, layer, connection, saved, peers)
 
 
-def _exchange_with_replicas(
-    input: Tensor, layer: LayerArguments, connection: Connection, saved: Saved | None, has_hooks: bool
+def _exchange(
+    input: Tensor, layer: LayerArguments, connection: Connection, saved: Saved | None, peers: Peers | None
 ) -> Tensor:
-    """Send the statistics of the input to the master, and wait for the output in its answer."""
-    call = measure(input, layer, connection)
-    message: Message = call, saved
-    batch, gathered, output = connection.pipe.run(message)
-    if has_hooks or saved is None:  # A checkpoint, which has hooks or runs without a graph, may repeat this call.
+    """Measure the input, and return the output: the master's answer, unless this is the only replica."""
+    device, channels, elements, memory = input.device, input.shape[1], 0, None
+    master_device = connection.master_device or device
+    backend = backends.BACKENDS.get(device.type, GENERAL)
+    kind = device.type, input.dtype, channels, input.dim(), layer.eps, layer.clamps, torch.is_inference_mode_enabled()
+    if input.numel():
+        elements = input.numel() // channels
+        statistics, memory = backend.statistics(input, layer.eps)
+    else:
+        statistics = backend.empty_statistics(input)
+    if master_device != device:
+        statistics = move_pair(statistics, master_device, connection.pools)
+    call = ReplicaCall(input, layer, connection, backend, kind, statistics, elements, memory)
+    if connection.pipe is None:
+        ((_, (_, _, output)),) = merge_replicas([(0, (call, saved))], peers)
+        return output
+    if graph_task_id() != -1:  # inside a backward pass
+        return recompute(call, saved)
+    if saved is not None and saved.has_hooks:
+        saved.pack()
+    batch, gathered, output = connection.pipe.run((call, saved))
+    if saved is None or saved.has_hooks:  # A checkpoint, which has hooks or runs without a graph, may repeat this call.
         is_constant = saved is not None and not output.requires_grad
-        connection.remembered.append(RememberedCall(call.statistics, call.elements, batch, gathered, is_constant))
+        connection.remembered.append(RememberedCall(statistics, elements, batch, gathered, is_constant))
     return output  # type: ignore[no-any-return]
 
 
-def _exchange_alone(
-    input: Tensor, layer: LayerArguments, peers: Peers | None, saved: Saved | None, records: bool, has_hooks: bool
-) -> Tensor:
-    """Normalize the input of the only replica of this process with the statistics of all processes."""
-    call = measure(input, layer, ALONE)
-    if peers is None:
-        gathered: GatheredStatistics = [call.statistics], [call.elements], call.elements
-    else:
-        gathered = peers.gather_statistics(call.statistics, call.elements, call.backend.merge_dtype)
-    batch = _merge_statistics([call], gathered, peers)
-    if records and saved is None:
-        saved = Saved(input, layer, has_hooks)  # in a recomputation
-    (output,) = connect_to_graph([(call, saved)], call.backend.normalize([call], batch), batch)
-    return output
+def merge_replicas(
+    messages: Sequence[tuple[Hashable, Message]], peers: Peers | None = None
+) -> Sequence[tuple[Hashable, Answer]]:
+    """Merge the statistics of all replicas, and answer each with its output; the callback of a layer's `SyncMaster`.
 
-
-def merge_replicas(messages: Sequence[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Answer]]:
-    """Merge the statistics of all replicas, and answer each with its output; the callback of a layer's `SyncMaster`."""
+    A process with a single replica calls it directly, with the message of this replica and with its `peers`.
+    """
     calls = [call for _, (call, _) in messages]
-    if any([call.kind != calls[0].kind for call in calls]):
+    first, master = calls[0], calls[0].input.device
+    if any([call.kind != first.kind for call in calls]):
         raise _different_kinds_error(calls)
-    master = calls[0].input.device
-    counts = [call.elements for call in calls]
-    gathered: GatheredStatistics = [move_pair(call.statistics, master) for call in calls], counts, sum(counts)
-    batch = _merge_statistics(calls, gathered, None)
-    normalized = batch.backend.normalize(calls, batch)
-    outputs = connect_to_graph([message for _, message in messages], normalized, batch)
-    return [(identifier, (batch, gathered, output)) for (identifier, _), output in zip(messages, outputs, strict=True)]
-
-
-def _merge_statistics(
-    calls: Sequence[ReplicaCall], gathered: GatheredStatistics, peers: Peers | None
-) -> BatchStatistics:
-    """Merge the gathered statistics, update the running statistics of replica 0, and broadcast mean and invstd."""
-    first, (statistics, counts, total) = calls[0], gathered
+    if peers is None:
+        counts: Counts = [call.elements for call in calls]
+        pairs = [call.statistics for call in calls]
+        statistics: Sequence[Pair] = [pair if pair[0].device == master else move_pair(pair, master) for pair in pairs]
+        total: int | Tensor = sum(counts)
+    else:
+        statistics, counts, total = peers.gather_statistics(first.statistics, first.elements, first.backend.merge_dtype)
     if isinstance(total, int) and total == 1:
         raise single_value_error([call.input.shape for call in calls])
+
     devices = tuple(dict.fromkeys([call.input.device for call in calls]))
     lease = Lease(first.connection.pools, devices, statistics[0][0])
     *pair, clamped = first.backend.merge(statistics, counts, total, first.layer, lease.workspace)
-    mean_invstd: Mapping[torch.device, Pair] = {devices[0]: pair}
+    mean_invstd: Mapping[torch.device, Pair] = {master: pair}
     if len(devices) > 1:
         mean_invstd = lease.workspace.broadcast(torch.cat(pair, out=lease.workspace.flat), devices)
     # A module may compute a parameter in its forward. Parameters that replicas got from it are equal, on all devices.
-    have_parameters_of_module = [
+    got_from_module = [
         call.layer.weight is call.connection.weight and call.layer.bias is call.connection.bias for call in calls
     ]
-    parameters_differ = len(calls) > 1 and not all(have_parameters_of_module)
+    parameters_differ = len(calls) > 1 and not all(got_from_module)
     reduce = None if peers is None else peers.all_reduce
-    return BatchStatistics(first.backend, devices[0], mean_invstd, total, clamped, parameters_differ, reduce, lease)
+    batch = BatchStatistics(first.backend, master, mean_invstd, total, clamped, parameters_differ, reduce, lease)
+
+    saved_of_first = messages[0][1][1]
+    if first.connection.pipe is None and saved_of_first is not None and saved_of_first.has_hooks:
+        saved_of_first.pack()  # With other replicas, each packs before it sends.
+    normalized = first.backend.normalize(calls, batch)
+    outputs = connect_to_graph([message for _, message in messages], normalized, batch)
+    gathered = statistics, counts, total
+    return [(identifier, (batch, gathered, output)) for (identifier, _), output in zip(messages, outputs, strict=True)]
 
 
 def _different_kinds_error(calls: Sequence[ReplicaCall]) -> ValueError:

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import LayerArguments
 from ..backends.workspaces import Workspace
-from .replica_call import Connection, RememberedCall, ReplicaCall, Saved, graph_source, measure
+from .backward import Saved, graph_source
+from .replica_call import RememberedCall, ReplicaCall
 
 __all__: list[str] = []
 
@@ -38,31 +38,31 @@ FUNCTIONS = (
 )
 
 
-def recompute(input: Tensor, layer: LayerArguments, connection: Connection, records: bool, has_hooks: bool) -> Tensor:
+def recompute(call: ReplicaCall, saved: Saved | None) -> Tensor:
     """Normalize the input with the remembered answer of the call that this one repeats, and save its tensors again."""
-    call = measure(input, layer, connection)
-    repeated = _find_repeated(connection, call)
-    if layer.running is not None:
-        call.backend.merge(*repeated.gathered, layer, Workspace())
-        if records:
-            Saved(input, layer, has_hooks)  # for the hooks of the checkpoint
+    if call.layer.running is not None:
+        call.backend.merge(*_find_repeated(call).gathered, call.layer, Workspace())
+    if saved is not None and saved.has_hooks:
+        saved.pack()
+    repeated = _find_repeated(call)
     (output,) = call.backend.normalize([call], repeated.batch)
-    return _refuse_gradient(output, input) if records and not repeated.is_constant else output
+    return _refuse_gradient(output, call.input) if saved is not None and not repeated.is_constant else output
 
 
-def _find_repeated(connection: Connection, call: ReplicaCall) -> RememberedCall:
+def _find_repeated(call: ReplicaCall) -> RememberedCall:
     """Return the call of the forward pass whose input had the statistics of `call`, or the only call."""
-    if len(connection.remembered) == 1:
-        return connection.remembered[0]
-    as_large = [other for other in connection.remembered if other.elements == call.elements]
+    remembered, where = call.connection.remembered, call.connection.pipe.where
+    if len(remembered) == 1:
+        return remembered[0]
+    as_large = [other for other in remembered if other.elements == call.elements]
     equal = [other for other in as_large if _have_equal_values(other.statistics, call.statistics)]
     answers = [other.batch.mean_invstd[call.input.device] for other in equal]
     if not equal or not all(_have_equal_values(answer, answers[0]) for answer in answers):
         raise RuntimeError(
             "expected the recomputation of a checkpoint to call the same synchronized batch norms as its forward pass, "
-            f"with bitwise equal inputs, but got {len(equal)} calls of {connection.pipe.where} that this may repeat; "
-            "call the same layers in both, and a separate layer for each input. If the checkpointed function is made "
-            f"in a loop, bind the loop variable: lambda input, layer=layer: layer(input). {FUNCTIONS}"
+            f"with bitwise equal inputs, but got {len(equal)} calls of {where} that this may repeat; call the "
+            "same layers in both, and a separate layer for each input. If the checkpointed function is made in a loop, "
+            f"bind the loop variable: lambda input, layer=layer: layer(input). {FUNCTIONS}"
         )
     return equal[0]
 

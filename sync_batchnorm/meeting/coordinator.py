@@ -228,7 +228,19 @@ class Coordinator:
                     "layers in the thread that runs forward"
                 )
                 self._raise_broken(record)
-            self._begin_wait(record, rendezvous, identifier, message)
+            members, messages = rendezvous.members, rendezvous.messages
+            messages[identifier] = message
+            self._waiting.append(record)
+            record.waits_in = rendezvous
+            if len(messages) == len(members):  # Wake the master.
+                in_order = list(zip(members, map(messages.get, members), strict=True))
+                self._deliver(self._records[members[MASTER]], in_order)
+            elif self._one_has_ended or len(self._waiting) != len(
+                messages
+            ):  # Otherwise all waiting replicas wait here.
+                self._break_on_deadlock(record, rendezvous)
+            if self._turns is not None:
+                self._turns.pass_on(record)
         with NO_SPAN if self.span is None else self.span(f"{rendezvous.name}, waiting"):
             return self._wait(record)
 
@@ -236,13 +248,13 @@ class Coordinator:
         """Deliver the answers of the master to the slaves, and thereby complete the exchange."""
         with self._lock:
             if self._broken is not None:
-                self._raise_broken(self._record(rendezvous.members[MASTER]))
+                self._raise_broken(self._records[rendezvous.members[MASTER]])
             self.has_exchanged = True
             rendezvous.messages = {}
             rendezvous.call += 1
             for member, number in rendezvous.members.items():
                 if member != MASTER:
-                    self._deliver(self._record(number), answers[member])
+                    self._deliver(self._records[number], answers[member])
 
     def _wait(self, record: Record) -> Any:
         """Block until the mailbox of the replica has an item; return its value, or raise the error of the break.
@@ -281,20 +293,6 @@ class Coordinator:
         if number not in self._records:
             self._records[number] = Record(number, None, SimpleQueue())
         return self._records[number]
-
-    def _begin_wait(self, record: Record, rendezvous: Rendezvous, identifier: Hashable, message: Any) -> None:
-        """Store the message of a replica, which waits from now on; wake the master if all messages are there."""
-        members, messages = rendezvous.members, rendezvous.messages
-        messages[identifier] = message
-        self._waiting.append(record)
-        record.waits_in = rendezvous
-        if len(messages) == len(members):
-            in_order = list(zip(members, map(messages.get, members), strict=True))
-            self._deliver(self._record(members[MASTER]), in_order)
-        elif self._one_has_ended or len(self._waiting) != len(messages):  # Otherwise all waiting replicas wait here.
-            self._break_on_deadlock(record, rendezvous)
-        if self._turns is not None:
-            self._turns.pass_on(record)
 
     def _deliver(self, record: Record, value: Any) -> None:
         """Let a waiting replica continue with `value`, now or when its turn comes."""

@@ -160,30 +160,27 @@ class SyncMaster(_Member):
         if self._is_kept and self._coordinator.is_over:  # The module that keeps this master now runs without replicas.
             self.reset()
         coordinator, rendezvous = self._coordinator, self._rendezvous
-        if len(rendezvous.members) == 1:
-            return self._run_callback(rendezvous, [(MASTER, msg)])[MASTER]
+        has_slaves = len(rendezvous.members) > 1
         try:
-            answers = self._run_callback(rendezvous, coordinator.send(rendezvous, MASTER, msg))
-            coordinator.answer(rendezvous, answers)
+            messages = coordinator.send(rendezvous, MASTER, msg) if has_slaves else [(MASTER, msg)]
+            try:
+                with NO_SPAN if coordinator.span is None else coordinator.span(f"{rendezvous.name}, merging"):
+                    answers = dict(self._master_callback(messages))
+            except Exception as error:
+                add_note(error, f"Raised in the exchange of {rendezvous}.")
+                raise
+            if answers.keys() != rendezvous.members.keys():
+                raise RuntimeError(
+                    "expected the master callback to return one result for each of "
+                    f"{list(rendezvous.members)}, but got results for {list(answers)} ({rendezvous}); return a list of "
+                    "(identifier, result)"
+                )
+            if has_slaves:
+                coordinator.answer(rendezvous, answers)
         except BaseException as error:
-            self._interrupt(error)
+            if has_slaves:
+                self._interrupt(error)
             raise
         return answers[MASTER]
 
     run = run_master
-
-    def _run_callback(self, rendezvous: Rendezvous, messages: Messages) -> dict[Hashable, Any]:
-        """Return the answers of the callback, by identifier; refuse missing and unknown identifiers."""
-        span = self._coordinator.span
-        try:
-            with NO_SPAN if span is None else span(f"{rendezvous.name}, merging"):
-                answers = dict(self._master_callback(messages))
-        except Exception as error:
-            add_note(error, f"Raised in the exchange of {rendezvous}.")
-            raise
-        if answers.keys() != rendezvous.members.keys():
-            raise RuntimeError(
-                f"expected the master callback to return one result for each of {list(rendezvous.members)}, but got "
-                f"results for {list(answers)} ({rendezvous}); return a list of (identifier, result)"
-            )
-        return answers

@@ -332,7 +332,7 @@ def wait_in_vain(coordinator):
 )
 def test_records_change_only_with_the_lock_held(monkeypatch, act):
     coordinator, changes = Coordinator(["cpu"] * 2, timeout=0.01 if act is wait_in_vain else 5.0), []
-    methods = [(Coordinator, name) for name in ("_begin_wait", "_deliver", "_break")]
+    methods = [(Coordinator, name) for name in ("_deliver", "_break")]
     for owner, name in [*methods, (Turns, "pass_on"), (Turns, "resume")]:
         method = getattr(owner, name)
 
