@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .backends.base import merge_moments
-from .backends.workspaces import Pair
 
 __all__: list[str] = []
 
@@ -73,8 +72,8 @@ class Peers(NamedTuple):
             raise
 
     def gather_statistics(
-        self, statistics: Pair, count: int, dtype: torch.dtype | None
-    ) -> tuple[Sequence[Pair], Tensor, int | Tensor]:
+        self, statistics: Sequence[Tensor], count: int, dtype: torch.dtype | None
+    ) -> tuple[Sequence[Sequence[Tensor]], Tensor, int | Tensor]:
         """Gather the statistics of all W processes: a list of one pair ``(W, C)``, counts ``(W,)``, and their sum.
 
         `count` is the number of elements per channel in this process. The statistics are sent in `dtype`; None keeps

@@ -18,7 +18,6 @@ of their squares, and the merged variance is at least the mean of the variances.
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ from .base import (
     reduced_dims,
     statistics_dtype,
 )
-from .workspaces import Pair
 
 __all__: list[str] = []
 
@@ -53,14 +51,15 @@ _norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _normalize_into = torch.ops.aten.native_batch_norm.out
 
 
-class Affine(NamedTuple):
-    """The function ``x * slope + offset`` of each channel, as arguments of torch's batch norm: ``(C,)`` each."""
+AffineArguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
-    slope: Tensor  # in the place of the weight
-    offset: Tensor  # in the place of the bias
-    zeros: Tensor  # in the place of the mean
-    ones: Tensor  # in the place of the variance
-    unused: Tensor  # empty, for statistics of a training step, which the operator leaves out
+
+def as_batch_norm_arguments(slope: Tensor, offset: Tensor) -> AffineArguments:
+    """Return weight, bias, mean and variance, ``(C,)`` each, with which torch's batch norm is ``x * slope + offset``.
+
+    The last item is an empty tensor, for the statistics of a training step, which the operator leaves out.
+    """
+    return slope, offset, torch.zeros_like(slope), torch.ones_like(slope), slope.new_empty(0)
 
 
 class Cpu(Backend):
@@ -68,7 +67,7 @@ class Cpu(Backend):
 
     merge_dtype = torch.float64
 
-    def statistics(self, input: Tensor, eps: float) -> tuple[Pair, Tensor | None]:
+    def statistics(self, input: Tensor, eps: float) -> tuple["Moments", Tensor | None]:
         (mean, var), memory = fast_moments(input)
         # First check each piece by itself: this takes two operators, and is enough for nearly every input.
         if not is_precise(mean, var, eps) and not is_precise(*merge_moments(mean.double(), var, None), eps):
@@ -77,7 +76,7 @@ class Cpu(Backend):
 
     def normalize(self, calls: Sequence[ForwardInput], batch: BatchStatistics) -> list[Tensor]:
         outputs: list[Tensor] = []
-        affine: Affine | None = None
+        affine: AffineArguments | None = None
         mean, invstd = batch.mean_invstd[batch.master_device]
         for call in calls:
             if affine is None or batch.parameters_differ:  # Otherwise all replicas share slope and offset.
@@ -85,9 +84,7 @@ class Cpu(Backend):
                 slope = (invstd if weight is None else invstd * weight).to(statistics_dtype(call.input.dtype))
                 # From the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
                 offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
-                affine = Affine(
-                    slope, offset.to(slope.dtype), torch.zeros_like(slope), torch.ones_like(slope), slope.new_empty(0)
-                )
+                affine = as_batch_norm_arguments(slope, offset.to(slope.dtype))
             # Into given memory: torch then refuses tangents of forward mode, which would otherwise be lost.
             output = memory_for_output(call.input) if call.memory is None else call.memory
             outputs.append(apply_affine(call.input, affine, output))
@@ -104,8 +101,9 @@ class Cpu(Backend):
             for pair, replica in zip(sums, replicas, strict=True):
                 if replica.weight is not None:
                     pair.mul_(replica.weight)
-        weights = [replica.weight for replica in (replicas if batch.parameters_differ else replicas[:1])]
-        factors = [(invstd if weight is None else invstd * weight).to(dtype) for weight in weights]
+        factors: list[Tensor] = []
+        for replica in replicas if batch.parameters_differ else replicas[:1]:
+            factors.append((invstd if replica.weight is None else invstd * replica.weight).to(dtype))
         if any([replica.wants_input for replica in replicas]):
             common_terms = _common_terms(sums, batch, invstd if batch.parameters_differ else factors[0], dtype)
         if not batch.parameters_differ:
@@ -130,7 +128,7 @@ def _sums(replicas: Sequence[BackwardInput], batch: BatchStatistics, dtype: torc
     return sums
 
 
-def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: torch.dtype) -> Affine:
+def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: torch.dtype) -> AffineArguments:
     """Return the terms that the gradients of all inputs have in common, as a function of the input x.
 
     It is ``-factor / N * (sum dy + (x - mean) * invstd * sum dy_normalized)``, with the sums of all replicas. If the
@@ -142,10 +140,10 @@ def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: t
     # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
     slope = (normalized_term * invstd).to(dtype)
     offset = torch.addcmul(offset, slope, mean, value=-1).to(dtype)
-    return Affine(slope, offset, torch.zeros_like(slope), torch.ones_like(slope), slope.new_empty(0))
+    return as_batch_norm_arguments(slope, offset)
 
 
-def _input_gradient(replica: BackwardInput, common_terms: Affine, factor: Tensor) -> Tensor:
+def _input_gradient(replica: BackwardInput, common_terms: AffineArguments, factor: Tensor) -> Tensor:
     """Return the gradient of the input of one replica: ``common_terms(x) + factor * dy``."""
     input, dy, dtype = replica.input, replica.grad_output, factor.dtype
     is_half = input.dtype != dtype  # Even a `to` that does nothing takes time.
@@ -155,7 +153,7 @@ def _input_gradient(replica: BackwardInput, common_terms: Affine, factor: Tensor
     return grad_input.to(input.dtype) if is_half else grad_input
 
 
-def apply_affine(input: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
+def apply_affine(input: Tensor, affine: AffineArguments, out: Tensor | None = None) -> Tensor:
     """Compute ``input * slope + offset`` in the dtype and memory format of `input`, in one pass."""
     slope, offset, zeros, ones, unused = affine
     if input.dtype == slope.dtype and not input.is_contiguous():

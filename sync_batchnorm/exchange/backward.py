@@ -157,15 +157,15 @@ def connect_to_graph(
 ) -> Sequence[Tensor]:
     """Make one node that connects the outputs to all inputs, weights and biases, if one of these needs a gradient."""
     recorded = [(call, saved, output) for (call, saved), output in zip(messages, outputs, strict=True) if saved]
-    all_saved = [saved for _, saved, _ in recorded]
-    if not any([saved.needs_gradient for saved in all_saved]):
+    if not any([saved.needs_gradient for _, saved, _ in recorded]):
         return outputs
+    calls, all_saved, recorded_outputs = zip(*recorded, strict=True)
     tensors: list[Tensor | None] = []
-    for call, _, _ in recorded:
+    for call in calls:
         tensors += call.input, call.layer.weight, call.layer.bias
     set_grad_enabled(True)
     try:
-        in_graph = _apply(batch, all_saved, [output for *_, output in recorded], *tensors)
+        in_graph = _apply(batch, all_saved, recorded_outputs, *tensors)
         if len(batch.mean_invstd) > 1 and any([saved.has_hooks for saved in all_saved]):
             pairs = zip(all_saved, in_graph, strict=True)
             in_graph = _unpack(None, *[_unpack(saved, output)[0] for saved, output in pairs])

@@ -124,14 +124,17 @@ def merge_replicas(
 
     A process with a single replica calls it directly, with the message of this replica and with its `peers`.
     """
-    calls = [call for _, (call, _) in messages]
+    identifiers, sent = zip(*messages, strict=True)
+    calls: Sequence[ReplicaCall] = [call for call, _ in sent]
     first, master = calls[0], calls[0].input.device
     if any([call.kind != first.kind for call in calls]):
         raise _different_kinds_error(calls)
     if peers is None:
         counts: Counts = [call.elements for call in calls]
-        pairs = [call.statistics for call in calls]
-        statistics: Sequence[Pair] = [pair if pair[0].device == master else move_pair(pair, master) for pair in pairs]
+        statistics: Sequence[Pair] = [
+            call.statistics if call.statistics[0].device == master else move_pair(call.statistics, master)
+            for call in calls
+        ]
         total: int | Tensor = sum(counts)
     else:
         statistics, counts, total = peers.gather_statistics(first.statistics, first.elements, first.backend.merge_dtype)
@@ -152,13 +155,13 @@ def merge_replicas(
     reduce = None if peers is None else peers.all_reduce
     batch = BatchStatistics(first.backend, master, mean_invstd, total, clamped, parameters_differ, reduce, lease)
 
-    saved_of_first = messages[0][1][1]
+    saved_of_first = sent[0][1]
     if first.connection.pipe is None and saved_of_first is not None and saved_of_first.has_hooks:
         saved_of_first.pack()  # With other replicas, each packs before it sends.
     normalized = first.backend.normalize(calls, batch)
-    outputs = connect_to_graph([message for _, message in messages], normalized, batch)
     gathered = statistics, counts, total
-    return [(identifier, (batch, gathered, output)) for (identifier, _), output in zip(messages, outputs, strict=True)]
+    answers = [(batch, gathered, output) for output in connect_to_graph(sent, normalized, batch)]
+    return list(zip(identifiers, answers, strict=True))
 
 
 def _different_kinds_error(calls: Sequence[ReplicaCall]) -> ValueError:

@@ -114,12 +114,12 @@ class Coordinator:
         """Let these replicas run one at a time, until the forward pass ends or breaks; see `Turns`."""
         with self._lock:
             if self._broken is None:
-                self._turns = Turns(map(self._record, numbers), begin)
+                self._turns = Turns([self._listed[number] for number in numbers], begin)
 
     def begin(self, number: int) -> AbstractContextManager[Any]:
         """Mark the replica as running (allowed once), wait for its turn, and return its profiler span."""
         with self._lock:
-            record = self._record(number)
+            record = self._records[number]
             if self._broken is not None and (record.ended or record.was_released):
                 self._raise_broken(record)
             if record.thread or record.ended:

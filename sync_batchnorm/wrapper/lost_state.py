@@ -75,8 +75,8 @@ class Look:
         lost = _lost(self._replica, self._of_replica) if self._mode and has_ended else {}
         for form, found in ((_LOST, lost), *self._of_hooks(has_ended)):
             new = {name: it for name, it in found.items() if not (has_ended and self._looks[form, name])}
-            self._looks.update((form, name) for name in new if has_ended)
             if new:
+                self._looks.update([(form, name) for name in new if has_ended])
                 names = ", ".join([shown for shown, _ in new.values()])
                 details = "; ".join(dict.fromkeys([detail for _, detail in new.values()]))
                 yield form.format(model=type(self._replica).__name__, names=names, details=details)
@@ -180,12 +180,12 @@ class ParameterChanges:
         self._parameters = {name: (p, p._version) for name, p in parameters if p.layout == torch.strided}
         self._counts = _changes.setdefault(module, Counter())
         watched = [name for name in self._counts if self._counts[name] <= LOOKS and name in self._parameters]
-        # before, and after the first turn that changes it
-        self._values = {name: [self._parameters[name][0].detach().clone()] for name in watched}
+        # Copies of each watched parameter: before the pass, and after the first turn that changes it.
+        self.watched = {name: [self._parameters[name][0].detach().clone()] for name in watched}
 
     def look(self) -> None:
         """Copy parameters that have just changed in a turn, the first turn that changes them."""
-        for name, values in self._values.items():
+        for name, values in self.watched.items():
             parameter, version = self._parameters[name]
             if parameter._version != version and len(values) == 1:
                 values.append(parameter.detach().clone())
@@ -193,7 +193,7 @@ class ParameterChanges:
     def warn(self, times: int) -> None:
         """Warn of parameters with elements that two turns have changed."""
         self._counts.update([name for name, (p, version) in self._parameters.items() if p._version != version])
-        values, self._values = self._values, {}
+        values, self.watched = self.watched, {}
         if names := [name for name, turns in values.items() if _is_repeated(self._parameters[name][0], *turns)]:
             warn_once(
                 f"forward() modified parameters {names} in place; each of the {times} replicas, which share their "

@@ -45,6 +45,9 @@ _BOUND_TYPES = {MethodType, partial}  # They may refer to a module, such as a `f
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
 
 
+REPLICA_MARK = "sync_batchnorm_mark"  # the attribute of a replica's modules that holds their `_ReplicaMark`
+
+
 class _ReplicaMark:
     """Marks the modules of replicas. In a `deepcopy` or pickle it becomes None: copies belong to no replica."""
 
@@ -194,7 +197,7 @@ def _make_replica(modules: Sequence[nn.Module], tensor_of: Tensors, bound: Seque
         replicate: Any = module._replicate_for_data_parallel
         is_default = getattr(replicate, "__func__", None) is nn.Module._replicate_for_data_parallel
         copy_of[module] = copy = _copy_module(module) if is_default else replicate()
-        vars(copy)["_sync_mark"] = mark
+        vars(copy)[REPLICA_MARK] = mark
         _copy_hooks(copy, module)
         if type(module).__setattr__ is nn.Module.__setattr__:
             _register_tensors(copy, module, tensor_of)
@@ -282,7 +285,7 @@ def _patch_conversions() -> None:
 
     @wraps(apply)
     def convert(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        if vars(self).get("_sync_mark") is None:
+        if vars(self).get(REPLICA_MARK) is None:
             return apply(self, fn, *args, **kwargs)
 
         def on_its_device(tensor: Tensor) -> Tensor:

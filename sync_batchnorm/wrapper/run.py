@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from os import getpid
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
@@ -138,6 +138,7 @@ class ForwardPass:
         return strip_frames(error, who, describe() if is_from_user else "")
 
 
+@cache
 def _autocast_device_types() -> Sequence[str]:
     """Return the types of devices with an autocast mode of their own."""
     accelerator = torch.accelerator.current_accelerator()
@@ -244,15 +245,18 @@ def call_replicas(handles: Sequence[ReplicaHandle], inputs: Any, kwargs: Any) ->
 
 
 def _run_threads(work: Callable[[int], None], runs: Sequence[ReplicaRun]) -> None:
-    """Call `work(i)` for each run in a thread, and return when all have ended, or when the coordinator gives up."""
+    """Call `work(i)` for each run in a thread, and return when all have ended, or when the coordinator has given up."""
     coordinator = runs[0].forward_pass.coordinator
     ended: SimpleQueue[int] = SimpleQueue()
     begin = partial(_begin_in_thread, work, ended)
     threads = {i: begin(i, run) for i, run in enumerate(runs)}
-    while threads and not coordinator.has_given_up:
+    while threads:
         try:
             indices = [ended.get(timeout=1.0)]
-        except Empty:  # A thread that was killed from outside puts nothing into the queue.
+        except Empty:
+            if coordinator.has_given_up:
+                return
+            # A thread that was killed from outside puts nothing into the queue.
             indices = [i for i, thread in threads.items() if _has_ended(thread())]
         for i in indices:
             if coordinator.lose_thread(runs[i].number):
@@ -299,12 +303,14 @@ def _has_ended(thread: Thread | None) -> bool:
 
 def _work_and_stay(works: "SimpleQueue[Any]", idle: list[Any], device: torch.device) -> None:
     """Run the works in a queue one after another, as the target of a thread; see NOTE [threads that stay]."""
-    state, stays = _thread_state(), True
+    may_stay = device.type != "cpu"
+    state = _thread_state() if may_stay else ()
+    stays = True
     while stays:
         work, ended, i, run = works.get()
         try:
             work(i)
-            stays = device.type != "cpu" and _thread_state() == state
+            stays = may_stay and _thread_state() == state
         except BaseException as error:  # Usually the run has reported it, but not if the thread is killed from outside.
             run.forward_pass.coordinator.leave(run.number, error)
             stays = False
@@ -335,7 +341,8 @@ def _run_in_turns(work: Callable[[int], None], runs: Sequence[ReplicaRun]) -> No
     forward_pass.random_states = states = RandomStates({run.number: run.device for run in runs})
 
     def begin_turn(number: int) -> None:
-        changes.look()
+        if changes.watched:
+            changes.look()
         states.begin_turn(number)
 
     forward_pass.coordinator.take_turns([run.number for run in runs], begin_turn)

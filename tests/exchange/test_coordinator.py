@@ -171,7 +171,7 @@ def test_wait_that_ends_late_because_the_process_was_suspended_goes_on(monkeypat
 def test_wait_for_a_turn_may_last_as_long_as_each_turn_before_it(monkeypatch):
     clock = iter([0.0, 10.0, 6.0, 10.5, 16.0, 12.0])  # When the wait reads it at 10 and 16, a turn ends, at 6 and 12.
     ends = {10.0: lambda: coordinator.leave(0), 16.0: lambda: coordinator.leave(1)}
-    coordinator = Coordinator(timeout=10.0)
+    coordinator = Coordinator(["cpu"] * 3, timeout=10.0)
     coordinator.take_turns(range(3), lambda replica: None)
     read = lambda: (now := next(clock), now in ends and ends[now]())[0]  # noqa: E731
     for module in ("coordinator", "records"):
