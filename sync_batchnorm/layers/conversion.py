@@ -69,8 +69,8 @@ def convert_model(
             `torch.nn.SyncBatchNorm` keeps its own `process_group` if none is given.
 
     Raises:
-        TypeError, ValueError: for bad options, before any change. A class in `classes` must be derived from the class
-            that it replaces and from a synchronized layer, and define `forward` if the replaced class does.
+        TypeError, ValueError: for bad options, before any change. A class in `classes` must be a subclass of the class
+            that it replaces, and of a synchronized layer.
 
     Warns:
         UserWarning: for batch norms that stay as they are, see "What is not converted" on the page "Migrating"; and for

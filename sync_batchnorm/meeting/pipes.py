@@ -67,7 +67,7 @@ class SlavePipe(_Member):
         return type(None), ()
 
     def run_slave(self, msg: Any) -> Any:
-        """Send `msg`, any object, to the master, block until its callback has run, and return the answer.
+        """Send `msg`, any object, to the master, block until it answers, and return the answer.
 
         `run` is an alias.
 
@@ -86,8 +86,7 @@ class SlavePipe(_Member):
 class SyncMaster(_Member):
     """The end of the master, usually replica 0, in an exchange: it collects all messages and answers each of them.
 
-    See "Callbacks for modules of your own" on the page "Extending". A module may keep one and put it into the context
-    of every forward pass, where it starts without slaves. A pickle holds only the callback.
+    See "Callbacks for modules of your own" on the page "Extending".
 
     Args:
         master_callback: takes a list of ``(identifier, message)``, returns a list of ``(identifier, answer)``, in the
@@ -151,7 +150,7 @@ class SyncMaster(_Member):
         `run` is an alias.
 
         Raises:
-            ReplicaSyncError: if a peer failed, has ended or waits in another exchange, or after the timeout.
+            ReplicaSyncError: if a peer failed, ended or waits in another exchange, or after the timeout.
             RuntimeError: unless the callback returns one answer for each identifier.
             BaseException: any error of the callback; the slaves are released.
         """

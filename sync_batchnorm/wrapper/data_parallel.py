@@ -213,8 +213,8 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
     """`torch.nn.DataParallel` with replicas that can exchange, also on the CPU and several on one device.
 
     If a replica fails, waiting replicas stop, and your thread gets the exception with the replica's traceback in a
-    note. A batch of a single chunk runs in the module itself, as does a wrapper inside a replica: no replicas, no
-    threads, no callbacks.
+    note. A batch of a single chunk runs in the module itself, as does a wrapper inside a replica: without threads and
+    callbacks.
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.BatchNorm2d(8)), ["cpu"] * 2)
