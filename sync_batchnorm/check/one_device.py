@@ -66,11 +66,9 @@ def assert_matches_one_device(
 ) -> None:
     """Raise an error unless replicas of `model` compute the same as one device with the whole batch.
 
-    Two copies of the model run three passes on the CPU, two of them with a backward pass, and without dropout and
-    stochastic depth. Parameters are perturbed before each pass. Outputs, loss, gradients, parameters and persistent
-    buffers (except ``num_batches_tracked``) may differ by 1e-6 of their largest value, or by rounding. The model and
-    random states stay unchanged. Pass ``2 * replicas - 1`` small samples: equal chunks hide wrong means. Errors that
-    one device shares are not found. See "What differs from one device" on the page "Diagnosing".
+    Two copies of the model run on the CPU, with perturbed parameters. Their results may differ by 1e-6 of the largest
+    value, or by rounding. The model and random states stay unchanged. Pass ``2 * replicas - 1`` small samples. See
+    "What differs from one device" on the page "Diagnosing".
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))))
@@ -80,14 +78,13 @@ def assert_matches_one_device(
         model: the wrapper (with its own `scatter`, `gather` and `forward`), a model that contains one, or a model
             without a wrapper, converted or not.
         inputs, kwargs: the whole batch, split as by the wrapper.
-        loss: maps the gathered output to a scalar. None: outputs, or the mean of replicas' scalars, get random
+        loss: maps the gathered output to a scalar. None: outputs, or means of scalars from replicas, get random
             gradients.
         replicas: number of replicas. None: one for each device of the wrapper, at least two.
         dtype: ``torch.float64``, or ``torch.float32`` (tolerance 1e-4) for operators without float64.
 
     Raises:
-        AssertionError: if results differ, or only replicas raise an error. It names the first module with a wrong
-            output, the gap, and the cause if known.
+        AssertionError: if results differ, or only replicas raise an error.
         TypeError, ValueError: for invalid arguments, several wrappers, a `loss` that is no scalar or has no gradient,
             fewer than two chunks, or, without `loss`, outputs of unknown classes.
         RuntimeError: if the model cannot be copied, or the process belongs to a process group.

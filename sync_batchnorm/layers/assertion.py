@@ -28,10 +28,9 @@ def assert_synchronized(
 ) -> None:
     """Raise an error unless all batch norms of `model` are converted, connected and in training mode.
 
-    Call it on the wrapped model, in training mode, before you freeze layers, see "Freezing layers" on the page "Usage".
-    It runs nothing; `assert_matches_one_device` compares results. A wrapper of one device passes, and so does a plain
-    norm outside every wrapper: each gets the whole batch. A converted norm outside needs `ignore`, unless processes
-    exchange.
+    Call it in training mode, before you freeze layers, see "Freezing layers" on the page "Usage". It runs nothing. A
+    wrapper of one device passes, and so does a plain norm outside every wrapper: each gets the whole batch. A converted
+    norm outside needs `ignore`, unless processes exchange.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))
@@ -39,13 +38,12 @@ def assert_synchronized(
     Args:
         model: the wrapper, or any module around it.
         replicas: how many replicas a wrapper must make of a large batch, at least; None: any number.
-        ignore: classes and names of norms to skip, such as norms of single samples (AdaIN) or frozen ones.
+        ignore: classes and names of norms to skip.
 
     Raises:
         TypeError, ValueError: for bad arguments.
-        RuntimeError: with names and reasons, if a `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm`, synchronized
-            layer, or class with the code of one would not synchronize; if a plain list, tuple or dict holds BatchNorm
-            layers; or if the model has none. See "Training that is not synchronized" on the page "Troubleshooting".
+        RuntimeError: with names and reasons, if a batch norm, or a layer with the code of one, would not synchronize;
+            if a plain list, tuple or dict holds BatchNorm layers; or if the model has none.
     """
     check_module(model)
     check_number("replicas", replicas)

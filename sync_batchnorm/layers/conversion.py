@@ -53,9 +53,8 @@ def convert_model(
 
     `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` becomes
     `SynchronizedBatchNorm`, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Subclasses with torch's
-    `forward`, and timm's `BatchNormAct2d`, become synchronized subclasses of themselves. Only classes and stored
-    methods change: modules, parameters, buffers and hooks stay the same objects, also for an existing optimizer.
-    Synchronized layers keep their options. `revert_model` undoes this.
+    `forward`, and timm's `BatchNormAct2d`, become synchronized subclasses of themselves. Modules, parameters, buffers
+    and hooks stay the same objects.
 
     Example:
         >>> model = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
@@ -64,18 +63,18 @@ def convert_model(
 
     Args:
         module: the model, or a single layer.
-        classes: synchronized classes by the classes of yours that they replace (without subclasses), for a class with a
-            `forward` of its own. See "Classes of your own" on the page "Usage".
+        classes: synchronized classes by the exact classes that they replace, see "Classes of your own" on the page
+            "Usage".
         eps_mode, group_size, process_group: as of `SynchronizedBatchNorm`, for converted layers. A
             `torch.nn.SyncBatchNorm` keeps its own `process_group` if none is given.
 
     Raises:
-        TypeError, ValueError: for bad options, before any change. A class in `classes` must be derived from the class
-            that it replaces and from a synchronized layer, and define `forward` if the replaced class does.
+        TypeError, ValueError: for bad options, before any change. A class in `classes` must be a subclass of the class
+            that it replaces, and of a synchronized layer.
 
     Warns:
-        UserWarning: once, naming the batch norms that stay as they are, why, and what to do, see "What is not
-            converted" on the page "Migrating"; and once for each option that synchronized layers keep.
+        UserWarning: for batch norms that stay as they are, see "What is not converted" on the page "Migrating"; and for
+            options that synchronized layers keep.
     """
     check_module(module)
     modules = list(module.named_modules())
@@ -100,8 +99,8 @@ def revert_model(module: ModuleT) -> ModuleT:
     """Undo `convert_model` in place, and return `module`.
 
     All synchronized layers get their former class, or the corresponding one of torch, and lose their options. A
-    `DataParallel` keeps each accelerator once, and no CPU replicas. Without a warning, the model no longer needs this
-    library.
+    `DataParallel` keeps each accelerator once, and no CPU replicas. Without a warning, the model no longer needs
+    this library.
 
     Example:
         >>> model = revert_model(convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
@@ -109,8 +108,7 @@ def revert_model(module: ModuleT) -> ModuleT:
         'BatchNorm2d'
 
     Warns:
-        UserWarning: once, naming the modules that cannot be reverted, such as those of your own subclasses of this
-            library's classes, and why.
+        UserWarning: for modules that cannot be reverted, such as your own subclasses of this library's classes.
     """
     check_module(module)
     modules = list(module.named_modules())
@@ -240,10 +238,9 @@ def _revert(module: nn.Module) -> str | None:
 def patch_sync_batchnorm() -> Iterator[None]:
     """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open.
 
-    In the whole process, each new layer is converted as by `convert_model`, even in code with ``from torch.nn import
-    BatchNorm2d``. ``nn.LazyBatchNorm1d/2d/3d`` and `torch.nn.SyncBatchNorm` stay. If the code that builds the model
-    checks ``type(layer)`` or sets a layer's `forward`, convert the finished model instead. Contexts may be nested; only
-    one thread at a time may open them.
+    In the whole process, each new layer is converted as by `convert_model`. ``nn.LazyBatchNorm1d/2d/3d`` and
+    `torch.nn.SyncBatchNorm` stay. If the code that builds the model checks ``type(layer)`` or sets a layer's `forward`,
+    convert the finished model instead. Contexts may be nested; only one thread at a time may open them.
 
     Example:
         >>> with patch_sync_batchnorm():
@@ -252,7 +249,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
         'SynchronizedBatchNorm2d'
 
     Warns:
-        UserWarning: if a new layer cannot be converted, and why.
+        UserWarning: if a new layer cannot be converted.
     """
     init, is_open = BatchNormBase.__init__, True
 

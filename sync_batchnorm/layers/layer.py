@@ -229,9 +229,9 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
     """Normalize ``(N, C, +)`` inputs with the batch statistics of all replicas of a `DataParallelWithCallback`.
 
     The formula is ``y = (x - mean) / sqrt(var + eps) * weight + bias``, see "What is computed" on the page "How it
-    works". In training mode, mean and biased variance are taken over all replicas and processes, weighted by elements;
-    each call updates the running statistics of the wrapped module once, in place, with the unbiased variance. Eval mode
-    is that of torch. Without running statistics, replicas synchronize in eval mode, too, but processes do not.
+    works". In training mode, mean and biased variance are taken over all elements of all replicas and processes; each
+    call moves the running statistics of the model once, in place, with the unbiased variance. Eval mode is as in torch.
+    Without running statistics, replicas synchronize in eval mode, too, but processes do not.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), SynchronizedBatchNorm(8), nn.ReLU())
@@ -240,15 +240,14 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as of `torch.nn.BatchNorm2d`.
         eps_mode: ``"plus"``, ``"clamp"``, or None for the default of `set_sbn_eps_mode`.
-        group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... of one process separately; the last group may be
-            smaller. The group of replica 0 updates the running statistics. None: all replicas. See "Groups of replicas"
-            on the page "Usage".
-        process_group: the `torch.distributed` group to synchronize; None: all processes. A layer with a group cannot be
-            copied or pickled. See "Groups of processes" on the page "Processes and machines".
+        group_size: number of neighboring replicas to synchronize, in one process; the last group may be smaller. None:
+            all replicas. See "Groups of replicas" on the page "Usage".
+        process_group: the `torch.distributed` group to synchronize. None: all processes. See "Groups of processes" on
+            the page "Processes and machines".
 
     Shape:
-        - input: ``(N, C, +)``; N, also zero, and ``+`` may differ between replicas. float16 and bfloat16 inputs may
-          come with float32 parameters.
+        - input: ``(N, C, +)``; N, also zero, and ``+`` may differ between replicas. Its dtype is the dtype of the
+          parameters, or float16 or bfloat16 beside float32.
         - output: shape, dtype and memory format of the input.
 
     Raises:
@@ -256,8 +255,9 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
             an error only if the other replicas of the group have none.
         ValueError, TypeError: if replicas differ in dtype, device type, channels, number of dimensions, `eps`,
             `eps_mode` or inference mode; for a `process_group` of the wrong type or without this process.
-        RuntimeError: if processes are seen to call different layers.
-        ReplicaSyncError: if replicas cannot exchange. Processes raise the errors of `torch.distributed`.
+        RuntimeError: if processes are seen to call different layers. Other errors of processes are those of
+            `torch.distributed`.
+        ReplicaSyncError: if replicas cannot exchange.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:

@@ -28,8 +28,7 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
     """Return mean, biased variance and count of each channel over the replicas of `pipe`, or over all processes.
 
     It blocks the calling thread until all replicas have called it. Mean and variance can be differentiated any number
-    of times. Replica 0 makes a ``SyncMaster(merge_messages)`` in `__data_parallel_replicate__` and the others register,
-    see "Norms of your own" on the page "Extending".
+    of times. See "Norms of your own" on the page "Extending".
 
     Example:
         >>> mean, var, count = sync_moments(torch.randn(4, 3, 5, 5), pipe=None)

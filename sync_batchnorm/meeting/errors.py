@@ -10,8 +10,7 @@ __all__ = ["ReplicaSyncError"]
 class ReplicaSyncError(RuntimeError):
     """A replica cannot continue, for example because another one failed, ended early, or waits in another layer.
 
-    A `RuntimeError`; after the `timeout` of the wrapper also a `TimeoutError`. Its only argument is the message. The
-    page "Troubleshooting" lists the remedies.
+    A `RuntimeError`; after the `timeout` of the wrapper also a `TimeoutError`. See the page "Troubleshooting".
     """
 
 

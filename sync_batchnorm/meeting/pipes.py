@@ -67,12 +67,12 @@ class SlavePipe(_Member):
         return type(None), ()
 
     def run_slave(self, msg: Any) -> Any:
-        """Send `msg`, any object, to the master, block until its callback has run, and return the answer.
+        """Send `msg`, any object, to the master, block until it answers, and return the answer.
 
         `run` is an alias.
 
         Raises:
-            ReplicaSyncError: if a peer failed, has ended or waits in another exchange, or after the timeout.
+            ReplicaSyncError: as from `SyncMaster.run_master`.
         """
         try:
             return self._coordinator.send(self._rendezvous, self.identifier, msg)
@@ -86,14 +86,11 @@ class SlavePipe(_Member):
 class SyncMaster(_Member):
     """The end of the master, usually replica 0, in an exchange: it collects all messages and answers each of them.
 
-    Make one in `__data_parallel_replicate__` of replica 0, put it into the context, and let the other replicas
-    register: "Callbacks for modules of your own" on the page "Extending". A module may keep one and put it into the
-    context of every forward pass, where it starts without slaves. A pickle holds only the callback.
+    See "Callbacks for modules of your own" on the page "Extending".
 
     Args:
-        master_callback: takes a list of ``(identifier, message)``, returns a list of ``(identifier, answer)``. The
-            master comes first, with the identifier 0, then the slaves in the order of registration. Runs in the
-            master's thread.
+        master_callback: takes a list of ``(identifier, message)``, returns a list of ``(identifier, answer)``, in the
+            master's thread. The master comes first, with the identifier 0, then slaves in the order of registration.
     """
 
     identifier = MASTER
@@ -153,7 +150,7 @@ class SyncMaster(_Member):
         `run` is an alias.
 
         Raises:
-            ReplicaSyncError: if a peer failed, has ended or waits in another exchange, or after the timeout.
+            ReplicaSyncError: if a peer failed, ended or waits in another exchange, or after the timeout.
             RuntimeError: unless the callback returns one answer for each identifier.
             BaseException: any error of the callback; the slaves are released.
         """

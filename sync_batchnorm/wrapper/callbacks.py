@@ -30,8 +30,8 @@ _CALLBACK = "__data_parallel_replicate__"
 class CallbackContext:
     """The object shared by all copies of one submodule, for one forward pass. Set any attribute on it.
 
-    Callbacks get it as `ctx`, see "Callbacks for modules of your own" on the page "Extending". Setting a `SyncMaster`
-    resets it for this forward pass and makes the current replica its master.
+    Callbacks get it as `ctx`. Setting a `SyncMaster` resets it for this forward pass and makes the current replica its
+    master.
     """
 
     _sync_pools: "ref[WorkspacePools] | None" = None  # shared by all forward passes of a wrapper

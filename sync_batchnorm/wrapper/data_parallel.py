@@ -212,10 +212,9 @@ class _ReplicationMixin(DataParallel[Any]):
 class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
     """`torch.nn.DataParallel` with replicas that can exchange, also on the CPU and several on one device.
 
-    It calls ``__data_parallel_replicate__(ctx, copy_id)`` on the replicas of submodules that define it, such as
-    synchronized layers. If a replica fails, waiting replicas stop, and your thread gets the exception with the
-    replica's traceback in a note. A batch of a single chunk runs in the module itself, as does a wrapper inside a
-    replica: no replicas, no threads, no callbacks.
+    If a replica fails, waiting replicas stop, and your thread gets the exception with the replica's traceback in a
+    note. A batch of a single chunk runs in the module itself, as does a wrapper inside a replica: without threads and
+    callbacks.
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.BatchNorm2d(8)), ["cpu"] * 2)
@@ -223,16 +222,15 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
 
     Args:
         module: the module, with parameters and buffers on the first of `device_ids`.
-        device_ids: one device for each replica, also ``["cpu"] * 4`` or ``[0, 0]``, see "Devices" on the page "Usage".
-            None: all accelerators; without any, the module runs directly.
+        device_ids: one device for each replica, see "Devices" on the page "Usage". None: all accelerators; without any,
+            the module runs directly.
         output_device: device of the gathered outputs. None: the first of `device_ids`.
-        dim: dimension of samples in inputs and outputs.
+        dim: dimension of samples in tensors without an entry in `in_dims` or `out_dims`.
         timeout: seconds that a replica waits for a running one before a `ReplicaSyncError`, which your thread gets up
-            to two seconds later. Failures end waits at once.
-        in_dims: dimensions of samples by argument name: an int, None (every replica gets the whole), or a tuple or
-            dict of these for entries. 0 splits a list by entries. Other tensors are split along `dim`.
-        out_dims: dimensions of samples in outputs, as in `torch.vmap`. None in a tuple or dict keeps replica 0's
-            output. 0 joins lists.
+            to two seconds later.
+        in_dims: dimensions of samples by argument name: an int, None, or a tuple or dict of these for entries. See
+            "Arguments that are not cut by rows" on the page "Usage".
+        out_dims: dimensions of samples in outputs, as in `torch.vmap`.
 
     Raises:
         TypeError, ValueError: for wrong arguments; from a call, if inputs cannot be split or outputs not gathered, see
@@ -244,9 +242,7 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
             but `StopIteration` as a `RuntimeError`.
 
     Warns:
-        UserWarning: once each, from a call: BatchNorm layers in training mode without any exchange, some lists without
-            `in_dims`, state that `forward` sets and loses, attributes of the model that hooks set or read, see
-            "Gradients and parameters" on the page "Troubleshooting".
+        UserWarning: from a call, see "Warnings to filter" on the page "Usage".
     """
 
 
@@ -255,22 +251,20 @@ def patch_replication_callback(
 ) -> DataParallelT:
     """Turn an existing `torch.nn.DataParallel` object into a `DataParallelWithCallback`, in place; return it.
 
-    An object of a subclass gets a subclass of its class, with all overridden methods. Copies and pickles stay patched.
-    Patching again changes only the options given.
+    An object of a subclass keeps its overridden methods. Copies and pickles stay patched.
 
     Example:
         >>> parallel = patch_replication_callback(nn.DataParallel(SynchronizedBatchNorm2d(8)))
 
     Args:
         data_parallel: the object to patch.
-        timeout: as in `DataParallelWithCallback`. None: keep the object's timeout, or 300 seconds.
-        in_dims, out_dims: as in `DataParallelWithCallback`. None: keep the object's.
+        timeout, in_dims, out_dims: as in `DataParallelWithCallback`. None: unchanged, at first 300 seconds and None.
 
     Raises:
         TypeError, ValueError: if `data_parallel` is not a `DataParallel`, or for wrong options.
 
     Warns:
-        UserWarning: once, if PyTorch finds no accelerator: the module runs without replicas.
+        UserWarning: if PyTorch finds no accelerator: the module runs without replicas.
     """
     if not isinstance(data_parallel, DataParallel):
         kind = type(data_parallel)
