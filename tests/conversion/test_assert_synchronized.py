@@ -273,24 +273,20 @@ def test_model_that_nobody_converted_warns_in_its_first_training_forward():
     assert len(_caught(parallel.train())) == 1
 
 
-class Partly(nn.Module):
-    """A model with `bn`, which synchronizes, and layers of its own; calls the layers named."""
+def _calling(called: str, **layers: nn.Module) -> Net:
+    """Return a model with `bn`, which synchronizes, and other layers; it calls those that are named."""
 
-    def __init__(self, called: str, **layers: nn.Module) -> None:
-        super().__init__()
-        self.called, self.bn = called.split(), SynchronizedBatchNorm1d(4)
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        for name in self.called:
-            input = self.get_submodule(name)(input)
+    def forward(net: Net, input: torch.Tensor) -> torch.Tensor:
+        for name in called.split():
+            input = net.get_submodule(name)(input)
         return input
+
+    return Net(forward, **{"bn": SynchronizedBatchNorm1d(4)} | layers)
 
 
 @pytest.mark.parametrize("name", ["wrapper", "patched", "own-parallel_apply"])
 def test_model_whose_synchronized_layers_do_not_run_warns_once(name):
-    parallel = WRAPPERS[name](Partly("seq.1", seq=nn.Sequential(nn.Identity(), nn.BatchNorm1d(4))))
+    parallel = WRAPPERS[name](_calling("seq.1", seq=nn.Sequential(nn.Identity(), nn.BatchNorm1d(4))))
     assert not _caught(parallel.eval())
     (text,) = _caught(parallel.train())
     assert text.startswith("1 BatchNorm layer in training mode (first: 'seq.1') does not synchronize in a ")
@@ -304,10 +300,10 @@ SILENT: dict[str, nn.Module] = {
     "frozen and some left": nn.Sequential(SynchronizedBatchNorm1d(4).eval(), nn.BatchNorm1d(4)),
     "connected norm": nn.Sequential(WithPipe(lambda norm, input: input), nn.BatchNorm1d(4)),
     "converted": convert_model(_plain_net()),
-    "frozen norms run": Partly("plain", plain=nn.BatchNorm1d(4).eval()),
-    "no norm runs": Partly("", linear=nn.Linear(4, 4)),
-    "groups of one": Partly("bn plain", bn=SynchronizedBatchNorm1d(4, group_size=1), plain=nn.BatchNorm1d(4)),
-    "frozen layers": Partly("plain", bn=SynchronizedBatchNorm1d(4).eval(), plain=nn.BatchNorm1d(4)),
+    "frozen norms run": _calling("plain", plain=nn.BatchNorm1d(4).eval()),
+    "no norm runs": _calling("", linear=nn.Linear(4, 4)),
+    "groups of one": _calling("bn plain", bn=SynchronizedBatchNorm1d(4, group_size=1), plain=nn.BatchNorm1d(4)),
+    "frozen layers": _calling("plain", bn=SynchronizedBatchNorm1d(4).eval(), plain=nn.BatchNorm1d(4)),
 }
 
 

@@ -1,18 +1,15 @@
-"""Methods of training, against one device: SAM, VAT, DARTS, averaged weights, teachers, weights as arguments."""
+"""Methods of training, against one device: SAM, VAT, DARTS, averaged weights, teachers."""
 
-import copy
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from conftest import CUDA_COUNT
-from helpers import Net, assert_equal, assert_same_results, assert_same_state, doubles, twins
+from helpers import Net, assert_same_results, assert_same_state, doubles, twins
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy, kl_div
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from sync_batchnorm import DataParallelWithCallback, convert_model
+from sync_batchnorm import DataParallelWithCallback
 
 CPUS = ["cpu"] * 3
 
@@ -98,35 +95,3 @@ def test_statistics_of_averaged_weights_are_those_of_one_device(wraps):
     update_bn(batches, expected)
     update_bn(batches, DataParallelWithCallback(average, CPUS) if wraps == "the average" else average)
     assert_same_state(average.module, expected.module)
-
-
-def test_functional_call_runs_in_replicas_with_weights_that_they_share():
-    plain, parallel = twins(net(), CPUS)
-    weights = {name: torch.randn_like(weight).requires_grad_() for name, weight in plain.named_parameters()}
-    inside = Net(lambda net, input, weights: functional_call(net.net, weights, (input,)), net=parallel.module)
-    input = doubles(5, 6)
-    outputs = (
-        functional_call(plain, weights, (input,)),
-        DataParallelWithCallback(inside, CPUS, in_dims={"args": (0, None)})(input, weights),
-    )
-    expected, actual = ([output, *torch.autograd.grad(output.sin().sum(), [*weights.values()])] for output in outputs)
-    for of_one_device, of_replicas in zip(expected, actual, strict=True):
-        assert_equal(of_replicas, of_one_device)
-
-
-DISJOINT = [pytest.param(([0, 1], [2, 3]), marks=pytest.mark.cuda, id="disjoint")] if CUDA_COUNT > 3 else []
-
-
-@pytest.mark.parametrize("devices", [(CPUS, ["cpu"] * 2), *DISJOINT])
-def test_wrappers_one_after_another_have_the_numbers_of_one_device(devices):
-    nets = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double() for _ in range(2)]
-    plain = nn.Sequential(*copy.deepcopy(nets))
-    pairs = zip(nets, devices, strict=True)
-    parallel = nn.Sequential(*[DataParallelWithCallback(convert_model(net).to(ids[0]), ids) for net, ids in pairs])
-    input = doubles(5, 6)
-    outputs = [plain(input), parallel(input.to(devices[0][0]))]
-    for output in outputs:
-        output.sin().sum().backward()
-    assert_equal(outputs[1].cpu(), outputs[0])
-    for expected, parameter in zip(plain.parameters(), parallel.parameters(), strict=True):
-        assert_equal(parameter.grad.cpu(), expected.grad)
