@@ -26,9 +26,11 @@ def spans_of(prof: profile) -> Counter[str]:
 
 
 def nested() -> Net:
-    """Return a net that calls a layer twice, whose name has several parts, and another one."""
+    """Return a net that calls a layer twice, whose name has several parts, and another one, which has two names."""
     features = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
-    return Net(lambda net, x: net.head(net.features(net.features(x))), features=features, head=nn.BatchNorm2d(3))
+    features.register_module("nothing", None)
+    head = nn.BatchNorm2d(3)
+    return Net(lambda net, x: net.again(net.features[0](net.features[0](x))), features=features, head=head, again=head)
 
 
 def test_each_exchange_is_a_span_with_the_name_of_its_layer(devs):
