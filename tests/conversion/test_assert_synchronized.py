@@ -2,12 +2,12 @@
 
 import copy
 import pickle
-import re
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import needs_two_gpus
 from helpers import AdaIN, Freezes, Net, WithPipe, assert_like
 from scripted import WRAPPERS, TorchStyle
 from torch import nn
@@ -67,10 +67,7 @@ SYNCHRONIZED: dict[str, tuple[nn.Module, int | None]] = {  # with the number of 
     "two wrappers": (nn.Sequential(_ours(NET), _alone(nn.Sequential(_ours(NET)))), None),
     "group of all": (_ours(SynchronizedBatchNorm1d(4, group_size=2)), 2),
     "plain ones outside": (nn.Sequential(_ours(_net()), nn.BatchNorm1d(4), nn.SyncBatchNorm(4), Norm(4), AdaIN(4)), 2),
-    "plain ones outside of what torch wraps": (
-        nn.Sequential(nn.DataParallel(nn.Linear(4, 4)), nn.BatchNorm1d(4)),
-        None,
-    ),
+    "plain ones outside of torch's": (nn.Sequential(nn.DataParallel(nn.Linear(4, 4)), nn.BatchNorm1d(4)), None),
 }
 
 
@@ -114,28 +111,19 @@ def test_devices_that_torch_drops_are_told_and_fail_where_replicas_are_asked_for
         assert_synchronized(model, replicas=2)
 
 
+# What is said of layers; "..." stands for any text.
 UNCONNECTED = "its DataParallel does not connect replicas; call patch_replication_callback on it"
-EVAL = (
-    "it is in eval mode; call model.train(), or, if it is frozen on purpose, call assert_synchronized before you "
-    "freeze it"
-)
+EVAL = "it is in eval mode; call model.train(), or, if it is frozen on purpose, call assert_synchronized before you ..."
 EVAL_PLAIN = "it is in eval mode; call model.train(), or, if it is frozen on purpose, name it in ignore"
 NOT_REGISTERED = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
 NOT_SYNCHRONIZED = "it is not synchronized; call convert_model(model)"
 NO_WRAPPER = "no wrapper is around it; wrap the model with DataParallelWithCallback"
 OUTSIDE = (
-    "it stands outside every wrapper; on a gathered output that is right, so name it in ignore; elsewhere, "
-    "wrap the model with DataParallelWithCallback"
+    "it stands outside every wrapper; on a gathered output that is right, so name it in ignore; elsewhere, wrap ..."
 )
 OF_PROCESSES = "it synchronizes processes, not the replicas of one; call convert_model(model)"
-OWN_FORWARD = (
-    "convert_model leaves it as it is, because Norm has a forward of its own; write class ... for another formula, use "
-    'sync_moments, see "Norms of your own"'
-)
-IN_ITS_ATTRIBUTES = (
-    "convert_model leaves it as it is, because AdaIN has the attributes of a batch norm and a forward of its own; "
-    "(1) ... for (1), pass ignore=[AdaIN]"
-)
+OWN_FORWARD = "convert_model leaves it as it is, because Norm has a forward of its own; write class ..."
+IN_ITS_ATTRIBUTES = "convert_model leaves it as it is, because AdaIN has ...; (1) ... for (1), pass ignore=[AdaIN]"
 FREEZES = "it is in eval mode, and module has a train() of its own (Freezes); if that freezes it on ..."
 FEWER = 'its wrapper makes {} replicas; name more devices, as in DataParallelWithCallback(wrapper.module, ["cpu"] * {})'
 FEWER_PATCHED = "its wrapper makes 2 of 3 replicas; name more devices, CPUs only in a DataParallelWithCallback"
@@ -155,8 +143,7 @@ def _three(size: int) -> nn.Module:
 LISTS = nn.Sequential(*_net()[:2], _in_a_list(), Net(len, held={"a": 2 * [SynchronizedBatchNorm1d(4)]}))
 FROZEN = _ours(Freezes(SynchronizedBatchNorm1d(4), SynchronizedBatchNorm1d(4))).train()
 WITHOUT_STATISTICS = SynchronizedBatchNorm1d(4, track_running_stats=False).eval()
-# The model, how many replicas are asked for, the layers, and what is said of them; "..." stands for any text.
-LEFT: list[tuple[nn.Module, int | None, str, str]] = [
+LEFT: list[tuple[nn.Module, int | None, str, str]] = [  # the model, how many replicas are asked for, layers, reason
     (_ours(nn.BatchNorm1d(4)), None, "module (BatchNorm1d)", NOT_SYNCHRONIZED),
     (_ours(nn.SyncBatchNorm(4)), None, "module (SyncBatchNorm)", OF_PROCESSES),
     (_ours(nn.Sequential(Norm(4))), None, "module.0 (Norm)", OWN_FORWARD),
@@ -166,12 +153,8 @@ LEFT: list[tuple[nn.Module, int | None, str, str]] = [
     (_ours(_net()).eval(), None, _two("module"), EVAL),
     (WITHOUT_STATISTICS, None, ALONE, EVAL),
     (_ours(nn.Sequential(nn.BatchNorm1d(4).eval(), _net())), None, "module.0 (BatchNorm1d)", EVAL_PLAIN),
-    (
-        _ours(nn.Sequential(Norm(4).eval(), nn.SyncBatchNorm(4).eval())),
-        None,
-        "module.0 (Norm), module.1 (SyncBatchNorm)",
-        EVAL_PLAIN,
-    ),
+    (_ours(Norm(4).eval()), None, "module (Norm)", EVAL_PLAIN),
+    (_ours(nn.SyncBatchNorm(4).eval()), None, "module (SyncBatchNorm)", EVAL_PLAIN),
     (_ours(Freezes(nn.BatchNorm1d(4), SynchronizedBatchNorm1d(4))).train(), None, "module.0 (BatchNorm1d)", FREEZES),
     (_ours(nn.BatchNorm1d(4, track_running_stats=False)).eval(), None, "module (BatchNorm1d)", NOT_SYNCHRONIZED),
     (FROZEN, None, "module.0 (SynchronizedBatchNorm1d)", FREEZES),
@@ -211,12 +194,6 @@ def test_each_reason_has_a_line():
         assert_synchronized(_ours(nn.Sequential(nn.BatchNorm1d(4), SynchronizedBatchNorm1d(4).eval())))
 
 
-WARNING = (
-    r"synchronized BatchNorm layers \(%s\) run in replicas that are not connected: each normalizes with its own chunk "
-    r"of the batch\. Use DataParallelWithCallback alone, or call patch_replication_callback\(data_parallel\)"
-)
-
-
 def _caught(parallel: nn.Module, forwards: int = 3) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -225,30 +202,35 @@ def _caught(parallel: nn.Module, forwards: int = 3) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+def _plain_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
+
+
+NOT_CONNECTED = (
+    "synchronized BatchNorm layers (...) run in replicas that are not connected: each normalizes with its own chunk of "
+    "the batch. Use DataParallelWithCallback alone, or call patch_replication_callback(data_parallel)..."
+)
+
+
 @pytest.mark.smoke
 def test_stock_wrapper_warns_with_the_fix_once():
     model = nn.Sequential(SynchronizedBatchNorm1d(4), nn.Linear(4, 4), _ours(SynchronizedBatchNorm1d(4)))
     before = [set(vars(layer)) for layer in model]
     (text,) = _caught(TorchStyle(model, 3))
-    assert re.match(WARNING % "such as a SynchronizedBatchNorm1d", text)
+    assert_like(text, NOT_CONNECTED.replace("(...)", "(such as a SynchronizedBatchNorm1d)"))
     assert not _caught(TorchStyle(copy.deepcopy(model), 3))
     assert [set(vars(layer)) for layer in model] == before
     (text,) = _caught(TorchStyle(convert_model(_plain_net()), 3))
-    assert re.match(WARNING % "2, first: '1'", text)
+    assert_like(text, NOT_CONNECTED.replace("(...)", "(2, first: '1')"))
+
+
+@needs_two_gpus
+def test_function_data_parallel_warns_that_its_replicas_are_not_connected():
+    with pytest.warns(UserWarning, match="run in replicas that are not connected"):
+        nn.parallel.data_parallel(SynchronizedBatchNorm1d(4).cuda(), torch.randn(4, 4, device="cuda"), range(2))
 
 
 # Models that nobody has converted
-
-
-PLAIN = (
-    r"2 BatchNorm layers in training mode \(first: '1'\) do not synchronize in a DataParallelWithCallback: each "
-    r"replica normalizes with its own chunk of the batch\. Call convert_model\(model\), or filter this warning if that "
-    r"is intended"
-)
-
-
-def _plain_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
@@ -257,7 +239,11 @@ def test_model_that_nobody_converted_warns_once(name, mode):
     parallel = WRAPPERS[name](_plain_net())
     with mode():
         (text,) = _caught(parallel)
-    assert re.fullmatch(PLAIN.replace("DataParallelWithCallback", type(parallel).__name__), text)
+    assert text == (
+        f"2 BatchNorm layers in training mode (first: '1') do not synchronize in a {type(parallel).__name__}: each "
+        "replica normalizes with its own chunk of the batch. Call convert_model(model), or filter this warning if that "
+        "is intended"
+    )
     assert not _caught(pickle.loads(pickle.dumps(parallel)))
 
 
@@ -287,59 +273,43 @@ def test_model_that_nobody_converted_warns_in_its_first_training_forward():
     assert len(_caught(parallel.train())) == 1
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4)),
-        _plain_net().eval(),
-        nn.Sequential(SynchronizedBatchNorm1d(4), nn.BatchNorm1d(4)),
-        nn.Sequential(SynchronizedBatchNorm1d(4).eval(), nn.BatchNorm1d(4)),
-        nn.Sequential(WithPipe(lambda norm, input: input), nn.BatchNorm1d(4)),
-        convert_model(_plain_net()),
-    ],
-    ids=["no batch norm", "frozen", "some left", "frozen and some left", "connected norm", "converted"],
-)
-def test_model_that_need_not_be_converted_does_not_warn(model):
-    assert not _caught(_ours(model))
+def _calling(called: str, **layers: nn.Module) -> Net:
+    """Return a model with `bn`, which synchronizes, and other layers; it calls those that are named."""
 
-
-class Partly(nn.Module):
-    """A model with `bn`, which synchronizes, and layers of its own; calls the layers named."""
-
-    def __init__(self, called: str, **layers: nn.Module) -> None:
-        super().__init__()
-        self.called, self.bn = called.split(), SynchronizedBatchNorm1d(4)
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        for name in self.called:
-            input = self.get_submodule(name)(input)
+    def forward(net: Net, input: torch.Tensor) -> torch.Tensor:
+        for name in called.split():
+            input = net.get_submodule(name)(input)
         return input
+
+    return Net(forward, **{"bn": SynchronizedBatchNorm1d(4)} | layers)
 
 
 @pytest.mark.parametrize("name", ["wrapper", "patched", "own-parallel_apply"])
 def test_model_whose_synchronized_layers_do_not_run_warns_once(name):
-    parallel = WRAPPERS[name](Partly("seq.1", seq=nn.Sequential(nn.Identity(), nn.BatchNorm1d(4))))
+    parallel = WRAPPERS[name](_calling("seq.1", seq=nn.Sequential(nn.Identity(), nn.BatchNorm1d(4))))
     assert not _caught(parallel.eval())
     (text,) = _caught(parallel.train())
     assert text.startswith("1 BatchNorm layer in training mode (first: 'seq.1') does not synchronize in a ")
     assert not _caught(parallel)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        Partly("bn plain", plain=nn.BatchNorm1d(4)),
-        Partly("plain", plain=nn.BatchNorm1d(4).eval()),
-        Partly("", linear=nn.Linear(4, 4)),
-        Partly("bn plain", bn=SynchronizedBatchNorm1d(4, group_size=1), plain=nn.BatchNorm1d(4)),
-        Partly("plain", bn=SynchronizedBatchNorm1d(4).eval(), plain=nn.BatchNorm1d(4)),
-    ],
-    ids=["it runs", "frozen norms", "no other norm", "groups of one", "frozen layers"],
-)
-def test_model_whose_synchronized_layers_run_or_need_not_does_not_warn(model):
-    assert not _caught(_ours(model))
+SILENT: dict[str, nn.Module] = {
+    "no batch norm": nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4)),
+    "frozen": _plain_net().eval(),
+    "some left": nn.Sequential(SynchronizedBatchNorm1d(4), nn.BatchNorm1d(4)),
+    "frozen and some left": nn.Sequential(SynchronizedBatchNorm1d(4).eval(), nn.BatchNorm1d(4)),
+    "connected norm": nn.Sequential(WithPipe(lambda norm, input: input), nn.BatchNorm1d(4)),
+    "converted": convert_model(_plain_net()),
+    "frozen norms run": _calling("plain", plain=nn.BatchNorm1d(4).eval()),
+    "no norm runs": _calling("", linear=nn.Linear(4, 4)),
+    "groups of one": _calling("bn plain", bn=SynchronizedBatchNorm1d(4, group_size=1), plain=nn.BatchNorm1d(4)),
+    "frozen layers": _calling("plain", bn=SynchronizedBatchNorm1d(4).eval(), plain=nn.BatchNorm1d(4)),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_model_that_synchronizes_or_need_not_does_not_warn(case):
+    assert not _caught(_ours(SILENT[case]))
 
 
 def test_norms_of_one_sample_each_are_left_out_on_request():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from helpers import assert_converts_and_reverts
+import torch
+from helpers import assert_converts_and_reverts, assert_same_results, twins
 
 from sync_batchnorm import assert_matches_one_device, convert_model
 
@@ -53,3 +54,19 @@ def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(family):
 def test_a_family_matches_one_device(family):
     model, input = zoo.FAMILIES[family]()
     assert_matches_one_device(convert_model(model), input, replicas=3)
+
+
+@pytest.mark.slow
+def test_a_detector_trains_with_losses_that_are_weighted_by_rows():
+    net = zoo.build("retinanet_resnet50_fpn", num_classes=3, min_size=64, max_size=64).double()
+    plain, parallel = twins(net, ["cpu"] * 2, 60.0, in_dims={"images": 0, "targets": 0}, out_dims=0)
+    images, boxes = list(torch.rand(3, 3, 64, 64).double()), torch.tensor([[5.0, 5, 40, 40], [20, 10, 60, 50]]).double()
+    targets = [{"boxes": boxes[:number], "labels": torch.tensor([1, 2])[:number]} for number in (1, 2, 1)]
+    rows = torch.tensor([2.0, 1.0]).double()
+
+    def step(model):
+        loss = sum((losses * rows).sum() / rows.sum() for losses in model(images, targets).values())
+        loss.backward()
+        return [loss]
+
+    assert_same_results(plain, parallel, step, 1e-8)

@@ -13,8 +13,6 @@ import torch
 from helpers import skip_module_without
 from repository import ROOT, TINY
 
-from sync_batchnorm import DataParallelWithCallback, convert_model
-
 skip_module_without("matplotlib", "sklearn", "tqdm")
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -59,18 +57,6 @@ def test_captions_and_states_named_by_dimension_train_as_on_one_device(example, 
     monkeypatch.setattr(example, "convert_model", lambda model: model)
     assert example.main([*TINY["caption_digits"].split(), *devices]) == 1
     assert re.search(r"NOT as expected: .* the synchronized .* differ", capsys.readouterr().out)
-
-
-@needs_torchvision
-@pytest.mark.filterwarnings(r"ignore:\d+ BatchNorm")  # The test is to see what goes wrong.
-def test_deeplab_with_one_image_a_replica_trains_only_when_synchronized():
-    from torchvision.models import segmentation
-
-    net = segmentation.deeplabv3_mobilenet_v3_large(weights=None, weights_backbone=None)
-    images = torch.randn(2, 3, 64, 64)
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
-        DataParallelWithCallback(net, ["cpu"] * 2)(images)
-    assert DataParallelWithCallback(convert_model(net), ["cpu"] * 2)(images)["out"].shape == (2, 21, 64, 64)
 
 
 @pytest.mark.parametrize("example", ["draw_means"], indirect=True)
