@@ -90,18 +90,16 @@ class OneThread(TorchStyle):
         return [replica(*args, **kw) for replica, args, kw in zip(replicas, inputs, kwargs, strict=True)]
 
 
-def stock(module: nn.Module) -> nn.DataParallel:
-    """Return a stock `DataParallel` of CPU replicas, which torch itself does not make."""
-    parallel = nn.DataParallel(module)
-    parallel.__dict__.update(
-        dim=0, device_ids=["cpu"] * R, output_device=torch.device("cpu"), src_device_obj=torch.device("cpu")
-    )
+def of_class(cls: type[nn.DataParallel[Any]], module: nn.Module, devices: Sequence[Any]) -> Any:
+    """Return an object of a class of `DataParallel` on any devices, also on those that torch refuses."""
+    parallel = DataParallelWithCallback(module, devices)
+    object.__setattr__(parallel, "__class__", cls)
     return parallel
 
 
 WRAPPERS: dict[str, Callable[..., nn.DataParallel]] = {
     "wrapper": lambda module, **options: DataParallelWithCallback(module, ["cpu"] * R, **options),
-    "patched": lambda module, **options: patch_replication_callback(stock(module), **options),
+    "patched": lambda module, **options: patch_replication_callback(of_class(nn.DataParallel, module, ["cpu"] * R), **options),
     "own-parallel_apply": lambda module, **options: patch_replication_callback(TorchStyle(module, R), **options),
     "own-forward": lambda module, **options: patch_replication_callback(OwnForward(module, R), **options),
 }
