@@ -1,116 +1,218 @@
-"""A `DataParallel` on the CPU and on repeated devices: arguments, devices, outputs and errors, as torch has them."""
+"""The wrapper is a `DataParallel`: buffers, devices, hooks, attributes, errors and copies."""
 
+import copy
+import pickle
+import re
+import threading
 import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from conftest import device_lists, needs_two_gpus
-from helpers import Net, TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles, twins
+from conftest import CUDA_COUNT, device_lists, needs_two_gpus
+from helpers import Named, Net, TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles, twins
+from scripted import TorchStyle, of_class
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
-from torch.utils._pytree import tree_map
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sync_batchnorm import DataParallelWithCallback, patch_replication_callback
-from sync_batchnorm.wrapper.devices import as_device
-
-
-def shapes_in(tree):
-    return tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, tree)
-
-
-ARGUMENTS = {  # the number of devices, what the wrapper gets, and what each replica that runs gets of it
-    "keywords": (2, [], {"input": torch.zeros(4, 3), "flag": True}, [([], {"input": (2, 3), "flag": True})] * 2),
-    "nothing": (3, [], {}, [([], {})]),
-    "one-device": (1, [torch.zeros(4, 2), torch.zeros(3)], {}, [([(4, 2), (3,)], {})]),
-}
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    SyncMaster,
+    assert_synchronized,
+    convert_model,
+    patch_replication_callback,
+    revert_model,
+    sync_moments,
+)
+from sync_batchnorm.wrapper.devices import check_transfers
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_every_replica_gets_its_part_of_the_arguments(kind):
-    number, args, kwargs, expected = ARGUMENTS[kind]
-    seen = []
-    net = Net(lambda net, *args, **kwargs: seen.append(shapes_in(([*args], kwargs))))
-    assert DataParallelWithCallback(net, ["cpu"] * number)(*args, **kwargs) is None
-    assert seen == expected
+def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):
+    _, parallel = twins(TwoLayers().double(), devs)
+    before = {name: (buffer, buffer.data_ptr()) for name, buffer in parallel.module.named_buffers()}
+    parallel(doubles(8, 3, 6, 6, devices=devs))
+    for name, buffer in parallel.module.named_buffers():
+        assert (buffer, buffer.data_ptr()) == before[name]
+    assert parallel.state_dict()["module.bn1.num_batches_tracked"] == 1
 
 
-WITHOUT_TENSORS = {
-    "number": ((5,), {}, "int"),
-    "text": ((["a", "b"],), {"flag": True}, "str, bool"),
-    "object": ((object(),), {}, "object"),
-    "none": ((), {"images": None}, "NoneType"),
-    "empty": (([],), {}, "list"),
-    "array": (([torch.zeros(2).numpy()],), {}, "ndarray"),
+def with_weight(*shape):
+    """Call a layer in replicas whose weight has a shape of its own."""
+    layer = convert_model(nn.BatchNorm2d(4))
+    layer.weight = nn.Parameter(torch.ones(shape))
+    return DataParallelWithCallback(layer, ["cpu"] * 2)(torch.zeros(4, 4, 5, 5))
+
+
+OF_TWO = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)
+ON_META = DataParallelWithCallback(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)
+OF_CHANNELS = DataParallelWithCallback(convert_model(nn.BatchNorm2d(4)), ["cpu"] * 2, dim=1)
+MIXED = ["cpu", "cuda:0"]
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "device": (lambda: DataParallelWithCallback(nn.Identity(), "cpu"), TypeError, "must be a list, got 'cpu'; pass"),
+    "number": (lambda: DataParallelWithCallback(nn.Identity(), 0), TypeError, "device_ids must be a list, got 0; pass"),
+    "name": (lambda: DataParallelWithCallback(nn.Identity(), ["nowhere"]), RuntimeError, "Expected one of cpu"),
+    "kinds": (lambda: DataParallelWithCallback(nn.Identity(), MIXED), ValueError, re.escape(f"not both, got {MIXED}")),
+    "other device": (lambda: ON_META(torch.zeros(4, 2)), RuntimeError, "have its parameters and buffers on device cpu"),
+    "channels": (lambda: OF_CHANNELS(torch.zeros(4, 4, 5, 5)), RuntimeError, "should contain 2 elements not 4"),
+    "weight": (lambda: with_weight(4, 2), RuntimeError, "weight should contain 4 elements not 8"),
+    "scalar weight": (lambda: with_weight(), RuntimeError, "weight should contain 4 elements not 1"),
+    "scalar": (lambda: OF_TWO(torch.tensor(1.0)), TypeError, "got arguments of whole Tensor only, of which"),
+    "module": (lambda: DataParallelWithCallback([nn.Identity()], ["cpu"]), TypeError, "torch.nn.Module, but got list"),
+    "patch": (
+        lambda: patch_replication_callback(OF_TWO.module),
+        TypeError,
+        r"got torch\.nn\..*Identity; \(1\) if that",
+    ),
+    "convert": (lambda: convert_model([nn.Identity()]), TypeError, "a torch.nn.Module, but got list; pass the model"),
+    "revert": (lambda: revert_model(None), TypeError, "a torch.nn.Module, but got NoneType; pass the model itself"),
+    "check": (lambda: assert_synchronized([nn.Identity()]), TypeError, "expected a torch.nn.Module, but got list"),
+    "none": (lambda: assert_synchronized(OF_TWO, replicas=0), ValueError, "replicas of at least 1, but got 0"),
+    "bool": (lambda: assert_synchronized(OF_TWO, replicas=True), TypeError, "as a number of replicas, but got True"),
+    "classes": (lambda: convert_model(OF_TWO, classes=[1]), TypeError, r"classes as a dict .*, but got \[1\]; pass"),
+    "callback": (lambda: SyncMaster(3), TypeError, "expected master_callback as a function, but got 3"),
+    "vector": (lambda: sync_moments(torch.randn(5), None), ValueError, r"input \(N, C, \+\), but got 1 dimensions"),
 }
 
 
-@pytest.mark.parametrize("kind", WITHOUT_TENSORS)
-def test_arguments_without_a_tensor_are_refused_where_every_replica_would_get_all(devices, kind):
-    args, kwargs, found = WITHOUT_TENSORS[kind]
-    message = f"expected tensors to cut into chunks, but got arguments of {found} only, of which each of 2 .*; pass"
-    with pytest.raises(TypeError, match=message):
-        DataParallelWithCallback(nn.Identity(), devices)(*args, **kwargs)
-    assert DataParallelWithCallback(Net(lambda net, *_, **__: 1), devices[:1])(*args, **kwargs) == 1
+@pytest.mark.parametrize("what", WRONG)
+def test_arguments_that_cannot_be_right_are_refused_in_words(what):
+    call, error, text = WRONG[what]
+    with pytest.raises(error, match=text):
+        call()
 
 
-def nested(layout):
-    rows = [torch.zeros(2, 3), torch.zeros(4, 3)]
+def test_fake_tensors_are_refused_and_leave_nothing_behind():
+    plain, parallel = twins(TwoLayers().double(), ["cpu"] * 2)
+    text = "outside torch.export and FakeTensorMode, which their threads do not know, but got a call of DataParallelW"
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match=text):
+        parallel(torch.randn(4, 3, 6, 6))
+    assert_same_step(plain, parallel, doubles(4, 3, 6, 6))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("rows", [1, 4])
+def test_tracing_is_refused_before_anything_runs(devices, rows):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    input = doubles(rows, 3, 6, 6, devices=devices)
+    inside = Net(lambda net, input: net.parallel(input), parallel=parallel)
+    for module in (parallel, inside, patch_replication_callback(of_class(Wrapper, parallel.module, devices))):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"outside torch.jit.trace.*; trace parallel.module"):
+            torch.jit.trace(module, input)
+    assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=devices))
+
+
+class Wrapper(nn.DataParallel):
+    """A subclass that is patched."""
+
+
+class Backbone(nn.Module):
+    """Has an attribute of every kind."""
+
+    kind = "class"
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.ones(2))
+        self.number = 3
+
+    @property
+    def costly(self):
+        raise AssertionError("the property was evaluated")
+
+    def encode(self, input):
+        return input
+
+    def forward(self, input):
+        return self.body(input) * self.scale
+
+
+WRAPS = {
+    "ours": lambda module: DataParallelWithCallback(module, ["cpu"] * 2),
+    "patched": lambda module: patch_replication_callback(of_class(Wrapper, module, ["cpu"] * 2)),
+}
+
+
+@pytest.mark.parametrize("way", WRAPS)
+@pytest.mark.parametrize("name", ["body", "scale", "mean", "number", "kind", "costly", "encode"])
+def test_attribute_of_the_module_is_hinted_at(way, name):
+    parallel = WRAPS[way](Backbone())
+    message = f"object has no attribute '{name}'; the module has it: parallel.module.{name}$"
+    with pytest.raises(AttributeError, match=message):
+        getattr(parallel, name)
+    assert not hasattr(parallel, name)
+
+
+def test_attribute_that_nobody_has_gets_no_hint():
+    parallel = DataParallelWithCallback(Backbone(), ["cpu"] * 2)
+    with pytest.raises(AttributeError, match=r"'DataParallelWithCallback' object has no attribute 'nothing'$"):
+        parallel.nothing  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'weight'$"):
+        DataParallelWithCallback.__new__(DataParallelWithCallback).weight  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'fc'; the module has it: parallel\.module\.fc$"):
+        DataParallelWithCallback(scripted(), ["cpu"] * 2).fc  # noqa: B018
+
+
+def scripted():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a prototype
-        return torch.nested.nested_tensor(rows, layout=layout)
+        warnings.simplefilter("ignore")  # of a future without TorchScript
+        return torch.jit.script(nn.Sequential(OrderedDict(fc=nn.Linear(2, 2))))
 
 
-UNCUT = {
-    "packed": (lambda: pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)]), "a PackedSequence that holds tensors"),
-    "sparse": (lambda: torch.eye(4).to_sparse(), "a tensor of torch.sparse_coo"),
-    "csr": (lambda: torch.eye(4).to_sparse_csr(), "a tensor of torch.sparse_csr"),
-    "jagged": (lambda: nested(torch.jagged), "a nested tensor"),
-    "nested": (lambda: nested(torch.strided), "a nested tensor"),
-}
+@pytest.mark.parametrize("way", WRAPS)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda parallel: pickle.loads(pickle.dumps(parallel))])
+def test_copies_of_a_wrapper_run(way, copied):
+    parallel, input = WRAPS[way](Backbone()), torch.randn(4, 2)
+    other = copied(parallel)
+    assert type(other) is type(parallel)
+    assert_equal(other(input), parallel(input))
+    with pytest.raises(AttributeError, match="the module has it"):
+        other.number  # noqa: B018
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-@pytest.mark.parametrize("kind", UNCUT)
-def test_what_cannot_be_cut_into_rows_is_refused_by_name(kind):
-    make, what = UNCUT[kind]
-    net, x = Net(lambda net, *args, **kwargs: 1), torch.zeros(4, 1)
-    parallel = DataParallelWithCallback(net, ["cpu"] * 2)
-    remedy = "pass dense tensors .*padded ones and their lengths, tensor.to_dense.*, a dict or dataclass"
-    with pytest.raises(
-        TypeError, match=f"^args\\[1\\]\\[0\\], {what}, cannot be cut .*{remedy}.*'args': {{1: {{0: None"
-    ):
-        parallel(x, [make()])
-    with pytest.raises(TypeError, match=f"^other\\['one'\\], {what}, cannot be cut .*{remedy}.*'other': {{'one': None"):
-        parallel(other={"one": make()})
-    assert DataParallelWithCallback(net, ["cpu"])(x, make()) == 1
+def test_single_chunk_runs_the_module_itself(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a thread was started")
+
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), ["cpu"] * 4)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert_same_step(plain, parallel, doubles(1, 3, 2))
 
 
-def scaled(net, input, factors):
-    assert all(factor.device == input.device for factor in factors.values())
-    return net.bn(input) * factors["trained"] / factors["number"]
+def test_hooks_run_once_a_replica_with_its_chunk(devices):
+    _, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), devices)
+    seen = []
+    layer = parallel.module[1]
+    layer.register_forward_pre_hook(lambda _, args: seen.append(("before", len(args[0]))))
+    layer.register_forward_hook(lambda _, args, output: seen.append(("after", len(output))))
+    layer.register_full_backward_hook(lambda _, grad_input, grad: seen.append(("gradient", len(grad[0]))))
+    parallel.register_forward_hook(lambda _, args, output: seen.append(("wrapper", len(output))))
+    output = parallel(doubles(5, 3, devices=devices))
+    output.backward(torch.randn_like(output))
+    chunks = [(name, rows) for name in ("after", "before", "gradient") for rows in (2, 3)]
+    assert sorted(seen) == [*chunks, ("wrapper", 5)]
 
 
-@pytest.mark.parametrize("rows", [5, 6])
-@pytest.mark.parametrize("devices", device_lists(1, 4))
-def test_every_replica_has_a_scalar_tensor_on_its_device(devices, rows):
-    plain, parallel = twins(Net(scaled, bn=nn.BatchNorm1d(3)).double(), devices)
-    input, factor = doubles(rows, 3, devices=devices), doubles(1, devices=devices)[0].requires_grad_()
-    number = torch.tensor(6, device=input.device)
-    outputs = [model(input, {"trained": factor, "number": number}) for model in (plain, parallel)]
-    assert_equal(outputs[1], outputs[0])
-    grad = torch.randn_like(input)
-    assert_equal(*[torch.autograd.grad(output, factor, grad)[0] for output in outputs])
-
-
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("devices", device_lists(4))
-def test_fewer_samples_than_devices_may_come_with_arguments_that_are_no_tensors(devices, rows):
-    net = Net(lambda net, factor, input: net.bn(input) * factor, bn=nn.BatchNorm1d(3))
-    plain, parallel = twins(net.double(), devices)
-    input = doubles(rows, 3, 2, devices=devices)
-    assert_equal(parallel(2, input=input), plain(2, input))
-    assert_equal(parallel(input=input, factor=2), plain(2, input))
+def test_one_module_serves_several_wrappers_in_turn(devices):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    others = [DataParallelWithCallback(parallel.module, devices[:number]) for number in (2, 1)]
+    for wrapper in (parallel, *others, parallel, *others):
+        assert_same_step(plain, wrapper, doubles(5, 3, 6, 6, devices=devices))
+
+
+def named(net, *, input, inputs, kwargs, module, replicas, device_ids):
+    return net.bn(input) + inputs + kwargs + module + replicas + device_ids
+
+
+def test_keyword_arguments_may_have_any_names():
+    plain, parallel = twins(Net(named, bn=nn.BatchNorm1d(3)).double(), ["cpu"] * 2)
+    names = ("input", "inputs", "kwargs", "module", "replicas", "device_ids")
+    given = {name: doubles(5, 3) for name in names}
+    assert_equal(parallel(**given), plain(**given))
 
 
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=str)
@@ -130,16 +232,11 @@ def test_errors_name_the_replica_and_show_its_traceback(devices, failing):
 
 
 def test_errors_say_how_tensors_were_cut_that_in_dims_does_not_name():
-    def forward(net, image, **others):
-        return net.linear(image)
-
-    x, more = torch.randn(5, 4), [torch.randn(3, 7)] * 6
-    net = Net(forward, linear=nn.Linear(2, 2))
-    net.forward = lambda image, **others: forward(net, image)
-    notes = []
-    for in_dims in ({"image": 0}, {"image": 0, "more": None}):
+    x, more, notes = torch.randn(5, 4), [torch.randn(3, 7)] * 6, []
+    net = Named(lambda net, image, **others: net.linear(image), linear=nn.Linear(2, 2))
+    for in_dims, given in (({"image": 0}, [x] * 6), ({"image": 0, "more": None}, more)):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-            DataParallelWithCallback(net, ["cpu"] * 2, in_dims=in_dims)(x, more=more if "more" in in_dims else [x] * 6)
+            DataParallelWithCallback(net, ["cpu"] * 2, in_dims=in_dims)(x, more=given)
         notes += caught.value.__notes__
     shown = ", ".join([f"more[{i}] of shape (5, 4) into 3 + 2" for i in range(4)])
     assert f"\nThe wrapper cut along dimension 0, as in_dims names no other: {shown}, and 2 more tensors.\n" in notes[0]
@@ -175,8 +272,59 @@ def test_outputs_are_gathered_on_the_output_device_in_every_spelling(devices, ou
 
 @pytest.mark.parametrize("name", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)], ids=repr)
 def test_cpu_has_one_name(name):
-    assert as_device(name) == torch.device("cpu")
-    assert as_device("cuda") == torch.device("cuda", 0)
     plain, parallel = twins(TwoLayers().double(), ["cpu", "cpu"])
     parallel = DataParallelWithCallback(parallel.module, [name, "cpu"])
     assert_same_step(plain, parallel, doubles(4, 3, 6, 6))
+    assert DataParallelWithCallback(nn.Identity(), ["cuda"] * 2).device_ids == [torch.device("cuda", 0)] * 2
+
+
+def losing_copies(source, target):
+    """Return a `Tensor.to` whose copies from one device to another leave zeros."""
+    right = torch.Tensor.to
+
+    def to(self, *args, **kwargs):
+        copied = right(self, *args, **kwargs)
+        return copied.zero_() if (self.device.index, copied.device.index) == (source, target) else copied
+
+    return to
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0)], ids=str)
+def test_copies_that_lose_data_are_refused_before_the_first_forward(pair, monkeypatch):
+    check_transfers.cache_clear()
+    parallel = DataParallelWithCallback(convert_model(nn.BatchNorm1d(3)).cuda(), [0, 1])
+    before = copy.deepcopy(parallel.state_dict())
+    with monkeypatch.context() as faulty:
+        faulty.setattr(torch.Tensor, "to", losing_copies(*pair))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"a copy from cuda:{pair[0]} to cuda:{pair[1]} does not arrive"):
+                parallel(torch.randn(4, 3, device="cuda"))
+    for name, value in parallel.state_dict().items():
+        assert torch.equal(value, before[name])
+    parallel(torch.randn(4, 3, device="cuda"))
+
+
+@pytest.mark.skipif(CUDA_COUNT > 0, reason="for machines without a GPU")
+@pytest.mark.parametrize("ids", [[0, 0], [0, 1]], ids=str)
+def test_patched_wrapper_of_gpus_runs_in_a_test_without_any_if_it_replaces_the_steps_on_devices(ids):
+    class OnCpu(TorchStyle):
+        """As somebody's test replaces what needs a GPU."""
+
+        forward = nn.DataParallel.forward
+
+        def scatter(self, inputs, kwargs, device_ids):
+            chunks = [(chunk,) for chunk in inputs[0].chunk(len(device_ids))]
+            return chunks, [kwargs] * len(chunks)
+
+        def replicate(self, module, device_ids):
+            return super().replicate(module, ["cpu"] * len(device_ids))
+
+        def gather(self, outputs, output_device):
+            return torch.cat(outputs)
+
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    parallel = OnCpu(convert_model(copy.deepcopy(plain)), 2)
+    parallel.device_ids = ids
+    patch_replication_callback(parallel)
+    assert_same_step(plain, parallel, doubles(5, 3))
