@@ -1,7 +1,11 @@
-"""Hooks that a replica registers in `forward` act there, as on one device; those of the model are the model's."""
+"""Hooks of replicas act there, as on one device; those of the model are the model's, and what they read is named."""
 
 import copy
 import gc
+import warnings
+from collections.abc import Callable
+from functools import partial
+from types import MethodType, SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -18,11 +22,11 @@ from helpers import (
     doubles,
     twins,
 )
-from scripted import WRAPPERS
+from scripted import WRAPPERS, R
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, convert_model
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, convert_model
 
 LAYERS = {
     "linear": lambda: nn.Linear(3, 3),
@@ -106,32 +110,13 @@ def test_hook_that_a_replica_registers_on_the_root_is_its_own(devices):
     assert_trains_as_one_device(net(for_the_root), devices, 7, 3)
 
 
-class Calling(nn.Module):
-    """Has a hook that is a method of the model, or refers to it, and notes on which module it was called."""
-
-    def __init__(self, kind: str, is_method: bool) -> None:
-        super().__init__()
-        self.bn, self.layer, self.calls = nn.BatchNorm1d(3), nn.Linear(3, 3), []
-        getattr(self.layer, REGISTER_METHOD[kind])(self.note if is_method else lambda *args: self.note(*args))
-
-    def note(self, module: nn.Module, *args: Any) -> None:
-        self.calls.append((self, module))
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.layer(self.bn(input))
-
-
-REGISTER_METHOD = {"forward": "register_forward_hook", "backward": "register_full_backward_hook"}
-
-
-@pytest.mark.parametrize("is_method", [True, False])
-@pytest.mark.parametrize("kind", REGISTER_METHOD)
-def test_hook_of_the_model_is_called_once_for_each_replica_and_belongs_to_the_model(devices, kind, is_method):
-    model = convert_model(Calling(kind, is_method)).to(as_devices(devices)[0])
-    parallel = DataParallelWithCallback(model, devices)
-    parallel(torch.randn(7, 3, device=as_devices(devices)[0])).square().sum().backward()
-    assert [net is model for net, _ in model.calls] == [True] * len(devices)
-    assert len({id(layer) for _, layer in model.calls} - {id(model.layer)}) == len(devices)
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
+def test_hook_of_the_model_is_called_once_for_each_replica_and_belongs_to_the_model(devices, register):
+    model, calls = convert_model(net(run)).to(as_devices(devices)[0]), []
+    getattr(model.layer, register)(MethodType(lambda net, module, *args: calls.append((net, module)), model))
+    DataParallelWithCallback(model, devices)(doubles(7, 3, devices=devices).float()).square().sum().backward()
+    assert [owner is model for owner, _ in calls] == [True] * len(devices)
+    assert len({id(layer) for _, layer in calls} - {id(model.layer)}) == len(devices)
 
 
 class Keeping(nn.Module):
@@ -300,3 +285,240 @@ def test_backward_hook_of_the_older_kind_acts_where_one_replica_runs_the_module(
     parallel = WRAPPERS["wrapper"](model).eval()
     parallel(torch.randn(1, 3)).square().sum().backward()
     assert calls == [model]
+
+
+class Film(nn.Module):
+    """Sets a condition, a new one in each forward pass, which a hook of its body may read."""
+
+    def __init__(self, hook_of: Callable[[Any], Any], kind: str = "forward_hook") -> None:
+        super().__init__()
+        self.body, self.part, self.bn = nn.Linear(3, 3), nn.Linear(3, 3), SynchronizedBatchNorm1d(3)
+        self.make: Callable[[Tensor], Any] = lambda input: float(input.sum())
+        self.condition = self.body.condition = self.part.condition = 1.0
+        self.seen, self.is_tracing, self.recorder = [], False, SimpleNamespace(condition=2.0)
+        getattr(self.body, f"register_{kind}")(hook_of(self))
+
+    def modulate(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * self.condition
+
+    @torch.no_grad()
+    def modulate_without_grad(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * self.condition
+
+    def reset(self) -> None:
+        self.condition = 1.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.condition = self.part.condition = self.make(input)
+        return self.bn(self.body(input) + self.part(input))
+
+
+class Recorder:
+    """Has hooks of its own, and an attribute of the same name as the model."""
+
+    def __init__(self, model: Film) -> None:
+        self.part, self.condition = model.part, 3.0
+
+    def record(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * self.condition
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return self.record(module, args, output)
+
+
+def read_global(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * model.condition
+
+
+model: Any = None
+
+
+def keep_global(net: Film) -> Any:
+    global model
+    model = net
+    return read_global
+
+
+def setting(net: Film) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        net.condition = 1.0
+        return output * net.condition
+
+    return hook
+
+
+def returning(net: Film) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        try:
+            return output * 2
+        except TypeError:
+            return output * net.condition
+
+    return hook
+
+
+def with_unset_variable(net: Film) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output if module is not net else later
+
+    if net is None:
+        later = None
+    return hook
+
+
+def with_rebound_variable(net: Any) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        nonlocal net
+        before, net = net, SimpleNamespace(condition=2.0)
+        output = output * net.condition
+        net = before
+        return output
+
+    return hook
+
+
+READ = {  # the hook of a model, and what is named
+    "a method": (lambda net: net.modulate, "condition"),
+    "a closure": (lambda net: lambda module, args, output: output * net.condition, "condition"),
+    "a partial of a method": (lambda net: partial(net.modulate), "condition"),
+    "before a branch": (lambda net: lambda *args: (args[2] * net.condition, net.is_tracing and 1)[0], "condition"),
+    "a decorated method": (lambda net: net.modulate_without_grad, "condition"),
+    "a global": (keep_global, "condition"),
+    "a submodule": (lambda net: lambda module, args, output: output * net.part.condition, "part.condition"),
+}
+NOT_READ = {
+    "an attribute of the module that is called": lambda net: lambda module, args, output: output * module.condition,
+    "an argument with the name of a global": lambda net: keep_global(net) and (lambda model, *args: model.condition),
+    "an attribute of another object": lambda net: Recorder(net).record,
+    "an attribute of an attribute": lambda net: lambda module, args, output: output * net.recorder.condition,
+    "an attribute that the hook has set": setting,
+    "an attribute that is set by name": lambda net: lambda *args: (setattr(net, "condition", 1), net.condition)[1],
+    "an attribute in a branch": lambda net: lambda *args: net.condition if net.is_tracing else None,
+    "an attribute that a method of the model sets first": lambda net: lambda *args: (net.reset(), net.condition)[1],
+    "an attribute behind a return": returning,
+    "an attribute of one of two": lambda net: lambda *args: (net.recorder if net else net.part).condition * args[2],
+    "an object that can be called": Recorder,
+    "a variable that is not set": with_unset_variable,
+    "a variable that the hook sets": with_rebound_variable,
+}
+
+
+def texts_of(net: Film, devices: Any, wrapper: Any = DataParallelWithCallback) -> list[str]:
+    """Return the warnings of hooks."""
+    parallel = wrapper(net.to(as_devices(devices)[0]), devices)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            output = parallel(torch.randn(3 * len(devices), 3, device=as_devices(devices)[0]))
+            if torch.is_grad_enabled():
+                output.square().sum().backward()
+    texts = [str(warning.message) for warning in caught]
+    return [text for text in texts if text.startswith(("hooks of", "while replicas of"))]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", READ)
+def test_hook_that_reads_from_the_model_what_forward_sets_is_named_once(devices, kind, training):
+    hook_of, name = READ[kind]
+    (text,) = texts_of(Film(hook_of).train(training), devices)
+    assert f" read {name} of the model itself" in text
+
+
+def test_text_has_the_hook_and_the_remedy():
+    (text,) = texts_of(Film(lambda net: net.modulate), ["cpu"] * 2)
+    assert text.startswith("hooks of Film (Film.modulate) read condition of the model itself, while forward() sets")
+    assert "Register a forward hook in forward()" in text
+    assert len(text.split()) <= 60
+
+
+@pytest.mark.parametrize("way", ["wrapper", "patched", "own-parallel_apply"])
+def test_hook_that_reads_from_the_model_is_named_in_every_wrapper(way):
+    assert len(texts_of(Film(lambda net: net.modulate), ["cpu"] * R, wrapper=lambda net, _: WRAPPERS[way](net))) == 1
+
+
+@pytest.mark.parametrize("kind", NOT_READ)
+def test_hook_that_does_not_certainly_read_it_is_not_named(devices, kind):
+    assert texts_of(Film(NOT_READ[kind]), devices) == []
+
+
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
+def test_backward_hook_is_named_if_there_is_a_backward_pass(devices, kind):
+    def look(net: Film) -> Any:
+        return lambda module, *gradients: net.seen.append(net.condition)
+
+    assert len(texts_of(Film(look, kind), devices)) == 1
+    with torch.no_grad():
+        assert texts_of(Film(look, kind), devices) == []
+
+
+SAME = {  # what forward sets in each pass, of which the model has an equal one
+    "number": lambda: 1,
+    "string": lambda: "".join(["a", "b"]),
+    "tuple": lambda: (3, [4.0, None]),
+    "shape": lambda: torch.ones(3, 2).shape,
+    "tensor": lambda: torch.arange(3),
+    "NaN": lambda: float("nan"),
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_hook_that_gets_an_equal_value_is_not_named(kind):
+    net = Film(lambda net: lambda *args: net.seen.append(net.condition))
+    net.make = lambda input: SAME[kind]()
+    net.condition = net.part.condition = SAME[kind]()
+    assert texts_of(net, ["cpu"] * 2) == []
+    net.condition = None
+    assert len(texts_of(net, ["cpu"] * 2)) == 1
+
+
+def test_hook_that_reads_what_another_hook_sets_is_not_named(devices):
+    net = Film(lambda net: lambda *args: setattr(net, "condition", args[2].detach()))
+    net.condition = None
+    net.part.register_forward_hook(net.modulate)
+    texts = texts_of(net, devices)
+    assert [text for text in texts if text.startswith("hooks of")] == []
+    assert len(texts) == 1  # of what the first hook sets
+
+
+class Missing(nn.Module):
+    """Has a hook that sets, or reads, an attribute that is missing, and a forward that reads, or sets, it."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.body, self.bn, self.hook = nn.Linear(3, 3), SynchronizedBatchNorm1d(3), hook
+        self.body.register_forward_hook(getattr(self, hook))
+
+    def set(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept = output
+
+    def read(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output + self.kept
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.hook == "read":
+            self.kept = input
+        output = self.bn(self.body(input))
+        return output + self.kept
+
+
+NOTES = {
+    "set": "In this forward pass, while replicas of Missing ran, something set kept of the model itself, as a hook or",
+    "read": "In this forward pass, hooks of Missing (Missing.read) read kept of the model itself, while",
+}
+
+
+@pytest.mark.parametrize("hook", NOTES)
+def test_error_of_a_failed_forward_pass_has_a_note_of_hooks_each_time(devices, hook):
+    parallel = DataParallelWithCallback(Missing(hook).to(as_devices(devices)[0]), devices)
+    for _ in range(5):
+        with pytest.raises(AttributeError, match="has no attribute 'kept'") as caught:
+            parallel(torch.randn(3 * len(devices), 3, device=as_devices(devices)[0]))
+        assert NOTES[hook] in "".join(caught.value.__notes__)
+        vars(parallel.module).pop("kept", None)
+
+
+def test_error_that_has_nothing_to_do_with_hooks_has_no_note_of_them():
+    net = Film(NOT_READ["an attribute in a branch"])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        DataParallelWithCallback(net, ["cpu"] * 2)(torch.randn(4, 5))
+    assert "hooks of" not in "".join(caught.value.__notes__)
