@@ -182,20 +182,6 @@ def test_single_chunk_runs_the_module_itself(monkeypatch):
     assert_same_step(plain, parallel, doubles(1, 3, 2))
 
 
-def test_hooks_run_once_a_replica_with_its_chunk(devices):
-    _, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), devices)
-    seen = []
-    layer = parallel.module[1]
-    layer.register_forward_pre_hook(lambda _, args: seen.append(("before", len(args[0]))))
-    layer.register_forward_hook(lambda _, args, output: seen.append(("after", len(output))))
-    layer.register_full_backward_hook(lambda _, grad_input, grad: seen.append(("gradient", len(grad[0]))))
-    parallel.register_forward_hook(lambda _, args, output: seen.append(("wrapper", len(output))))
-    output = parallel(doubles(5, 3, devices=devices))
-    output.backward(torch.randn_like(output))
-    chunks = [(name, rows) for name in ("after", "before", "gradient") for rows in (2, 3)]
-    assert sorted(seen) == [*chunks, ("wrapper", 5)]
-
-
 @pytest.mark.parametrize("devices", device_lists(4))
 def test_one_module_serves_several_wrappers_in_turn(devices):
     plain, parallel = twins(TwoLayers().double(), devices)

@@ -358,15 +358,6 @@ def test_outputs_are_put_together_as_named(devices, kind):
         assert repr(parallel(x)) == repr(expected(x))
 
 
-def test_second_wrapper_serves_evaluation():
-    net = Net(lambda net, x: (x, x.mean()) if net.training else x)
-    parallel, evaluating = DataParallelWithCallback(net, CPUS, out_dims=(0, 0)), DataParallelWithCallback(net, CPUS)
-    assert [len(output) for output in parallel(X)] == [4, 2]
-    with pytest.raises(ValueError, match="output is a Tensor, but out_dims names a tuple"):
-        parallel.eval()(X)
-    assert torch.equal(evaluating(X), X)
-
-
 WHOLE: dict[str, Any] = {  # what replicas return as a whole, and what replica 1 returns in its place
     "bool": (torch.tensor([True]), torch.tensor([False])),
     "int": (torch.arange(3), torch.arange(1, 4)),
@@ -431,11 +422,6 @@ def test_parallel_apply_refuses_other_numbers_of_arguments_than_of_replicas_at_o
     parallel = DataParallelWithCallback(convert_model(model(pool)), CPUS)
     with pytest.raises(ValueError, match=r"for each of 2 replicas, but got [12] positional and 1 keyword ones"):
         call_by_hand(parallel, X, inputs_of, kwargs)
-
-
-def test_nothing_is_cut_into_nothing():
-    for devices in (CPUS, CPUS[:1]):
-        assert DataParallelWithCallback(TWO, devices).scatter((), {}, devices) == ((), ())
 
 
 class Sliced(nn.DataParallel):

@@ -11,7 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists, slow, usual_kernels
-from helpers import Net, Numbered, as_devices, assert_equal, assert_same_gradient, assert_same_step, doubles, twins
+from helpers import (
+    Net,
+    Numbered,
+    as_devices,
+    assert_equal,
+    assert_same_gradient,
+    assert_same_step,
+    doubles,
+    run_parts,
+    twins,
+)
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, convert_model
@@ -20,37 +30,18 @@ from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, co
 local = pytest.mark.parametrize("devices", [p for p in device_lists(2, 3) if not p.id.startswith("cuda-")])
 
 
-def showing(net, input: Tensor, replica: Tensor) -> Tensor:
-    """Hands its layer to `look` before the call, with the number of the replica, which is that of its first row."""
-    net.look(net.bn, int(replica[0]))
-    return net.bn(input)
-
-
 class Case:
     """A model in replicas, with its batch, and the part of each replica of the gradients of weight and bias."""
 
     def __init__(self, devices: list[Any], look: Any = lambda bn, replica: None) -> None:
-        _, self.parallel = twins(Net(showing, bn=nn.BatchNorm1d(4), look=look).double(), devices)
-        self.layer: Any = self.parallel.module.bn
-        self.number = len(devices)
+        net = Numbered(lambda net, input: (look(net.bn, net.number), net.bn(input))[1], bn=nn.BatchNorm1d(4))
+        _, self.parallel = twins(net.double(), devices)
+        self.layer, self.number = self.parallel.module.bn, len(devices)
         self.input = doubles(3 * self.number - 1, 4, devices=devices).requires_grad_()
         self.upstream = 5 * (self.input.detach() + doubles(*self.input.shape, devices=devices))
-        self.rows = torch.arange(len(self.input), device=self.input.device) // 3
         normalized = F.batch_norm(self.input.detach(), None, None, training=True)
-        parts = [(normalized[self.rows == i], self.upstream[self.rows == i]) for i in range(self.number)]
+        parts = list(zip(normalized.chunk(self.number), self.upstream.chunk(self.number), strict=True))
         self.parts = {"weight": [(x * dy).sum(0) for x, dy in parts], "bias": [dy.sum(0) for _, dy in parts]}
-
-    def forward(self) -> Tensor:
-        output: Tensor = self.parallel(self.input, self.rows)
-        return output
-
-    def raw_outputs(self) -> list[Tensor]:
-        """Return the output of each replica, not gathered."""
-        chunks = [(self.input[self.rows == i], self.rows[self.rows == i]) for i in range(self.number)]
-        device_ids = self.parallel.device_ids
-        moved = [tuple(t.to(d) for t in chunk) for chunk, d in zip(chunks, as_devices(device_ids), strict=True)]
-        replicas = self.parallel.replicate(self.parallel.module, device_ids)
-        return self.parallel.parallel_apply(replicas, moved, [{}] * self.number)
 
     def check(self, found: dict[int, Any], name: str) -> None:
         assert sorted(found) == list(range(self.number))
@@ -68,7 +59,7 @@ def test_hook_changes_the_part_of_its_replica(devices, name):
         return grad.clamp(-1, 1)
 
     case = Case(devices, lambda bn, replica: getattr(bn, name).register_hook(partial(clamp, replica)))
-    case.forward().backward(case.upstream)
+    case.parallel(case.input).backward(case.upstream)
     case.check(seen, name)
     assert_equal(getattr(case.layer, name).grad, sum(part.clamp(-1, 1) for part in case.parts[name]))
     other = "bias" if name == "weight" else "weight"
@@ -86,7 +77,7 @@ def test_retained_gradients_are_the_parts_of_the_replicas(devices):
             bn.weight.retain_grad()
 
     case = Case(devices, keep)
-    case.forward().backward(case.upstream)
+    case.parallel(case.input).backward(case.upstream)
     case.check({replica: weight.grad for replica, weight in kept.items()}, "weight")
 
 
@@ -94,7 +85,7 @@ def test_retained_gradients_are_the_parts_of_the_replicas(devices):
 def test_gradients_by_the_parameters_of_replicas_are_their_parts(devices):
     kept = {}
     case = Case(devices, lambda bn, replica: kept.update({replica: bn}))
-    output = case.forward()
+    output = case.parallel(case.input)
     for name in ("weight", "bias"):
         ours = [getattr(kept[i], name) for i in range(case.number)]
         grads = torch.autograd.grad(output, ours, case.upstream, retain_graph=True)
@@ -108,7 +99,7 @@ def test_gradients_by_the_parameters_of_replicas_are_their_parts(devices):
 def test_hooks_that_come_after_the_forward_see_the_parts(devices):
     kept, tensors, nodes = {}, {}, {}
     case = Case(devices, lambda bn, replica: kept.update({replica: bn.weight}))
-    output = case.forward()
+    output = case.parallel(case.input)
     for i, weight in kept.items():
         weight.register_hook(partial(tensors.__setitem__, i))
     if len({weight.grad_fn for weight in kept.values()}) == case.number:  # On distinct GPUs torch has one for all.
@@ -127,8 +118,8 @@ def test_part_of_a_replica_without_a_part_in_the_loss_is_zero(devices, name, fro
     seen = {}
     case = Case(devices, lambda bn, replica: getattr(bn, name).register_hook(partial(seen.__setitem__, replica)))
     getattr(case.layer, frozen).requires_grad_(False)
-    outputs = case.raw_outputs()
-    outputs[1].backward(case.upstream[case.rows == 1].to(outputs[1].device))
+    outputs = run_parts(case.parallel, case.input.chunk(case.number))
+    outputs[1].backward(case.upstream.chunk(case.number)[1].to(outputs[1].device))
     assert_equal(seen.pop(1).to(case.input.device), case.parts[name][1])
     assert [int(grad.count_nonzero()) for grad in seen.values()] == [0] * (case.number - 1)
     assert_equal(getattr(case.layer, name).grad, case.parts[name][1])

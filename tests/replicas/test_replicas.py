@@ -26,7 +26,7 @@ from helpers import (
 )
 from scripted import WRAPPERS, R
 from simulated_gpus import is_simulated
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, convert_model
@@ -302,14 +302,6 @@ def looking(look: Callable[[Any, Tensor], Any]) -> Net:
     return Net(lambda net, input: (net.bn(input), look(net, input))[0], bn=SynchronizedBatchNorm1d(3))
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_replica_has_the_class_of_the_module(name):
-    seen = []
-    parallel = WRAPPERS[name](looking(lambda net, input: seen.append((type(net), net.__class__))))
-    parallel(torch.randn(2 * R, 3))
-    assert seen == [(Net, Net)] * R
-
-
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("replica", range(2))
 def test_copy_of_a_layer_that_is_made_in_a_forward_is_refused(copied, replica):
@@ -414,49 +406,32 @@ def test_replicas_of_the_users_are_not_taken_for_those_of_an_earlier_forward_pas
     assert_equal(outputs, 2 * nn.functional.softsign(input))
 
 
-def test_traced_graph_runs_as_a_root():
-    plain = randomize(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double())
-    root = convert_model(fx.symbolic_trace(copy.deepcopy(plain)))
-    assert type(root).__call__ is not nn.Module.__call__
-    assert_same_step(plain, DataParallelWithCallback(root, DEVICES), doubles(2 * R, 3))
-
-
+CPU_AUTOCAST = functools.partial(torch.autocast, "cpu")
 MODES = {
     "no_grad": torch.no_grad,
     "enable_grad": torch.enable_grad,
     "inference_mode": torch.inference_mode,
-    "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
-    "float16": lambda: torch.autocast("cpu", torch.float16),
-    "disabled": lambda: torch.autocast("cpu", enabled=False),
-    "without-cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "bfloat16": functools.partial(CPU_AUTOCAST, torch.bfloat16),
+    "float16": functools.partial(CPU_AUTOCAST, torch.float16),
+    "disabled": functools.partial(CPU_AUTOCAST, enabled=False),
+    "without-cache": functools.partial(CPU_AUTOCAST, torch.bfloat16, cache_enabled=False),
 }
 
 
-def observer():
-    def observe(net, input):
-        net.seen.append(modes())
-        return input * net.weight
-
-    return Net(observe, weight=nn.Parameter(torch.ones(1)), seen=[])
-
-
 def modes():
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-        torch.is_autocast_cache_enabled(),
-    )
+    grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    enabled = torch.is_autocast_enabled("cpu")
+    return *grad, enabled and torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["wrapper", "own-forward"])
 def test_replicas_run_in_the_modes_of_the_caller(mode, name):
-    parallel = WRAPPERS[name](observer())
+    seen = []
+    parallel = WRAPPERS[name](looking(lambda net, input: seen.append(modes())).eval())
     with MODES[mode]():
-        parallel(torch.randn(2 * R, 2))
-        assert parallel.module.seen == [modes()] * R
+        parallel(torch.randn(2 * R, 3))
+        assert seen == [modes()] * R
     assert modes()[:2] == (True, False)
 
 
