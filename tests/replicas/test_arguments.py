@@ -34,17 +34,12 @@ class Four(NamedTuple):
 
 
 LISTS = {  # what is passed, and how the warning names the list and its remedy
-    "rows in proportion": ([X, BOXES], {}, "y, a list,", "in_dims={'y': 0}"),
-    "clouds alone": ([[torch.zeros(n, 3) for n in (4, 8, 4)]], {}, "x, a list,", "in_dims={'x': 0}"),
-    "targets": ([X, [{"boxes": box, "name": "a"} for box in BOXES]], {}, "y, a list,", "in_dims={'y': 0}"),
-    "by name": ([], {"x": X, "boxes": tuple(BOXES)}, "boxes, a tuple,", "in_dims={'boxes': 0}"),
-    "below": (
-        [{"data": Sample(X, [X, BOXES])}],
-        {},
-        "x['data'].more[1], a list,",
-        "in_dims={'x': {'data': {'more': {1: 0}}}}",
-    ),
-    "others": ([X, X, BOXES], {}, "z[0], a list,", "in_dims={'z': {0: 0}}"),
+    "rows in proportion": ([X, BOXES], {}, "y, a list,", "{'y': 0}"),
+    "clouds alone": ([[torch.zeros(n, 3) for n in (4, 8, 4)]], {}, "x, a list,", "{'x': 0}"),
+    "targets": ([X, [{"boxes": box, "name": "a"} for box in BOXES]], {}, "y, a list,", "{'y': 0}"),
+    "by name": ([], {"x": X, "boxes": tuple(BOXES)}, "boxes, a tuple,", "{'boxes': 0}"),
+    "below": ([{"data": Sample(X, [X, BOXES])}], {}, "x['data'].more[1], a list,", "{'x': {'data': {'more': {1: 0}}}}"),
+    "others": ([X, X, BOXES], {}, "z[0], a list,", "{'z': {0: 0}}"),
 }
 
 
@@ -61,7 +56,9 @@ class Takes(nn.Module):
 @pytest.mark.parametrize("kind", LISTS)
 def test_list_that_certainly_has_an_entry_for_each_sample_is_named_once(kind):
     args, kwargs, found, remedy = LISTS[kind]
-    text = f"^{re.escape(found)} is not cut by its entries: .* an entry for each sample, pass {re.escape(remedy)} "
+    text = (
+        f"^{re.escape(found)} is not cut by its entries: .* an entry for each sample, pass in_dims={re.escape(remedy)} "
+    )
     with pytest.warns(UserWarning, match=text) as caught:
         call(args, kwargs)
     assert len(caught) == 1
@@ -102,8 +99,9 @@ def test_list_that_is_named_is_not_warned_of():
 
 
 UNEQUAL = "so that replicas would get rows that do not belong together; name the dimension of the samples of "
-WHOLE = " to the wrapper if every replica needs the whole"
-ENTRIES = " for a list with an entry for each sample"
+
+
+TWO = ", in_dims={'y': %s} for a list with an entry for each sample, or pass in_dims={'y': %s} to the wrapper if"
 ROWS: dict[str, Any] = {  # arguments on two devices, and what their error says; None if they are cut
     "5 and 10": ([torch.zeros(5, 3), torch.zeros(10, 3)], f"x has 5 rows, but y has 10, {UNEQUAL}y in in_dims, or"),
     "4 and 1": ([torch.zeros(4, 2), torch.zeros(1, 2)], "x has 4 rows, but y has 1"),
@@ -112,23 +110,12 @@ ROWS: dict[str, Any] = {  # arguments on two devices, and what their error says;
     "none and some": ([torch.zeros(0, 3), torch.zeros(4, 3)], "x has 0 rows, but y has 4"),
     "none and none": ([torch.zeros(0, 3), torch.zeros(0, 3)], None),
     "a hidden state": (
-        [torch.zeros(7, 5, 3), torch.zeros(2, 7, 4)],
-        f"x has 7 rows, but y has 2, {UNEQUAL}y in in_dims, or pass in_dims={{'y': None}}{WHOLE}",
+        [torch.zeros(7, 5), torch.zeros(2, 7)],
+        f"{UNEQUAL}y in in_dims, or pass in_dims={{'y': None}} to",
     ),
-    "boxes": (
-        [torch.zeros(3, 5), [torch.zeros(n, 4) for n in (7, 2, 1)]],
-        f"{UNEQUAL}y[0] in in_dims, in_dims={{'y': 0}}{ENTRIES}, or pass in_dims={{'y': {{0: None}}}}{WHOLE}",
-    ),
-    "keys": (
-        [X, {0: [X, torch.zeros(5)], "a": Sample(X, X)}],
-        f"x has 4 rows, but y[0][1] has 5, {UNEQUAL}y[0][1] in in_dims, in_dims={{'y': {{0: 0}}}}{ENTRIES}, "
-        f"or pass in_dims={{'y': {{0: {{1: None}}}}}}{WHOLE}",
-    ),
-    "fields": (
-        [X, Sample(X, (X, torch.zeros(5)))],
-        f"{UNEQUAL}y.more[1] in in_dims, in_dims={{'y': {{'more': 0}}}}{ENTRIES}, "
-        f"or pass in_dims={{'y': {{'more': {{1: None}}}}}}{WHOLE}",
-    ),
+    "boxes": ([X[:3], [torch.zeros(n, 4) for n in (7, 2, 1)]], "y[0] in in_dims" + TWO % (0, "{0: None}")),
+    "keys": ([X, {0: [X, torch.zeros(5)], "a": X}], "y[0][1] in in_dims" + TWO % ("{0: 0}", "{0: {1: None}}")),
+    "fields": ([X, Sample(X, (X, torch.zeros(5)))], TWO % ("{'more': 0}", "{'more': {1: None}}")),
     "dimension": ([torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(3)], "x has 4 rows, but z[0] has 3"),
 }
 
@@ -142,17 +129,12 @@ def test_chunks_that_do_not_belong_together_are_refused_with_names_and_remedy(ki
         call(args, {})
 
 
+LIST = "in_dims names y as a list with an entry for each sample: pass as many, or pass in_dims={'y': %s} to the wrapper"
 NAMED: dict[str, Any] = {  # what in_dims names for `y` beside 5 rows, and what the error says of it
-    "another dimension": (
-        *(torch.zeros(2, 5), 0),
-        "y of shape (2, 5): name another one if that has its samples, or pass in_dims={'y': None}",
-    ),
+    "another dimension": (torch.zeros(2, 5), 0, "y of shape (2, 5): name another one if that has its samples, or pass"),
     "from the end": (torch.zeros(5, 3), -1, "in_dims names dimension -1 of y of shape (5, 3): name another one"),
-    "entries": (
-        *(["a", "b"], 0),
-        "in_dims names y as a list with an entry for each sample: pass as many, or pass in_dims={'y': None} to the",
-    ),
-    "a tuple": ((torch.zeros(5), torch.zeros(5)), 0, "pass as many, or pass in_dims={'y': (0, 0)} to the wrapper if"),
+    "entries": (["a", "b"], 0, LIST % "None"),
+    "a tuple": ((torch.zeros(5), torch.zeros(5)), 0, LIST % "(0, 0)"),
 }
 
 
@@ -182,15 +164,15 @@ def test_arguments_without_the_dimension_of_the_wrapper_are_refused():
 
 SCALARS: dict[str, Any] = {  # arguments with a tensor without dimensions in a list, its path, and how in_dims names it
     "labels": ([X, list(torch.arange(4))], {}, "y[0]", "{'y': 0}", "{'y': {0: None}}"),
-    "dicts": (
-        [X, [{"label": torch.tensor(i)} for i in range(4)]],
-        *({}, "y[0]['label']", "{'y': 0}", "{'y': {0: {'label': None}}}"),
-    ),
+    "dicts": ([X, [{"a": torch.tensor(i)} for i in range(4)]], {}, "y[0]['a']", "{'y': 0}", "{'y': {0: {'a': None}}}"),
     "a tensor beside it": ([[X, torch.tensor(2.0)]], {}, "x[1]", "{'x': 0}", "{'x': {1: None}}"),
     "tuple": ([X], {"a": (torch.tensor(1),)}, "a[0]", "{'a': 0}", "{'a': {0: None}}"),
     "below": (
-        [{"data": Sample(X, [(torch.tensor(1),)])}],
-        *({}, "x['data'].more[0][0]", "{'x': {'data': {'more': 0}}}", "{'x': {'data': {'more': {0: {0: None}}}}}"),
+        [Sample(X, [(torch.tensor(1),)])],
+        {},
+        "x.more[0][0]",
+        "{'x': {'more': 0}}",
+        "{'x': {'more': {0: {0: None}}}}",
     ),
     "others": ([X, X, [torch.tensor(1)]], {}, "z[0][0]", "{'z': {0: 0}}", "{'z': {0: {0: None}}}"),
 }

@@ -179,34 +179,24 @@ def test_threads_of_a_replica_do_not_take_its_turns(devices):
     assert_trains_as_one_device(Net(exchange, bn=nn.BatchNorm1d(3)), devices, 4, 3)
 
 
-@pytest.mark.parametrize("second", ["thread of the replica", "thread that it started"])
-def test_two_threads_of_a_replica_that_call_layers_at_once_are_told_what_to_do(second):
+def test_two_threads_of_a_replica_that_call_layers_at_once_are_told_what_to_do():
     def forward(net: Any, input: Tensor) -> Tensor:
         if net.number == 1:  # whose turn begins when a thread of replica 0 waits in the layer
             one_waits.set()
             assert other_called.wait(3.0)
             return net.bn(input)
-
-        def call_layer(waits: bool) -> None:
-            assert not waits or one_waits.wait(3.0)
-            try:
-                net.bn(input)
-            finally:
-                if waits:  # Before, replica 1 would end the call.
-                    other_called.set()
-
-        def call_in_thread(waits: bool) -> None:
-            with suppress(RuntimeError):  # as it ends the thread, without a word to the caller
-                call_layer(waits)
-
-        is_started = second == "thread that it started"
-        thread = threading.Thread(target=call_in_thread, args=(is_started,), daemon=True)
+        thread = threading.Thread(target=call_layer, args=(net, input), daemon=True)
         thread.start()
+        assert one_waits.wait(3.0)
         try:
-            call_layer(not is_started)
+            return net.bn(input)
         finally:
+            other_called.set()  # Before, replica 1 would end the call.
             thread.join()
-        return input
+
+    def call_layer(net: Any, input: Tensor) -> None:
+        with suppress(RuntimeError):  # as it ends the thread, without a word to the caller
+            net.bn(input)
 
     one_waits, other_called = threading.Event(), threading.Event()
     parallel = DataParallelWithCallback(Numbered(forward, bn=SynchronizedBatchNorm1d(3)), ["cpu"] * 2, timeout=5.0)
