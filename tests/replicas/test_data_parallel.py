@@ -108,16 +108,14 @@ class Wrapper(nn.DataParallel):
     """A subclass that is patched."""
 
 
-class Backbone(nn.Module):
+class Backbone(nn.Linear):
     """Has an attribute of every kind."""
 
     kind = "class"
 
     def __init__(self):
-        super().__init__()
-        self.body, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
-        self.register_buffer("mean", torch.ones(2))
-        self.number = 3
+        super().__init__(2, 2)
+        self.body, self.mean, self.number = nn.ReLU(), nn.Buffer(torch.ones(2)), 3
 
     @property
     def costly(self):
@@ -125,9 +123,6 @@ class Backbone(nn.Module):
 
     def encode(self, input):
         return input
-
-    def forward(self, input):
-        return self.body(input) * self.scale
 
 
 WRAPS = {
@@ -137,7 +132,7 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("way", WRAPS)
-@pytest.mark.parametrize("name", ["body", "scale", "mean", "number", "kind", "costly", "encode"])
+@pytest.mark.parametrize("name", ["body", "weight", "mean", "number", "kind", "costly", "encode"])
 def test_attribute_of_the_module_is_hinted_at(way, name):
     parallel = WRAPS[way](Backbone())
     message = f"object has no attribute '{name}'; the module has it: parallel.module.{name}$"
