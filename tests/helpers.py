@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,6 +113,23 @@ class Net(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self, *args, **kwargs)
+
+
+class Named(Net):
+    """A `Net` whose forward has the names of the function's arguments."""
+
+    def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__(function, **attributes)
+        self.forward = partial(function, self)
+
+
+class Numbered(Net):
+    """A `Net` whose replicas know their number, if it has several."""
+
+    number = 0
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        self.number = copy_id
 
 
 class Cache:
@@ -305,6 +323,11 @@ def parts_of(tree: Any) -> dict[str, Any]:
     elif isinstance(tree, (list, tuple, deque)):
         parts.update({f"[{i}]": item for i, item in enumerate(tree)})
     return parts
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree, in order."""
+    return [tree] if isinstance(tree, Tensor) else [t for part in parts_of(tree).values() for t in tensors_of(part)]
 
 
 def are_distinct_gpus(device_ids: Sequence[Any]) -> bool:

@@ -62,7 +62,10 @@ class TorchStyle(nn.DataParallel):
     def forward(self, *inputs: Any) -> Any:
         parts = list(zip(*[input.chunk(len(self.device_ids)) for input in inputs], strict=True))
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])
-        return gather_trees(self.parallel_apply(replicas, parts, [{} for _ in parts]), torch.device("cpu"), 0)
+        return gather_trees(self.call(replicas, parts), torch.device("cpu"), 0)
+
+    def call(self, replicas: Sequence[nn.Module], parts: Any) -> list[Any]:
+        return self.parallel_apply(replicas, parts, [{} for _ in parts])
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         return make_replicas(module, [as_device(device) for device in device_ids], not torch.is_grad_enabled())
@@ -76,11 +79,8 @@ class TorchStyle(nn.DataParallel):
 class OwnForward(TorchStyle):
     """Never calls the `parallel_apply` method: replicas run in threads that its `forward` starts."""
 
-    def forward(self, *inputs: Any) -> Any:
-        parts = list(zip(*[input.chunk(len(self.device_ids)) for input in inputs], strict=True))
-        replicas = self.replicate(self.module, self.device_ids[: len(parts)])
-        outputs = TorchStyle.parallel_apply(self, replicas, parts, [{} for _ in parts])
-        return gather_trees(outputs, torch.device("cpu"), 0)
+    def call(self, replicas: Sequence[nn.Module], parts: Any) -> list[Any]:
+        return TorchStyle.parallel_apply(self, replicas, parts, [{} for _ in parts])
 
 
 class OneThread(TorchStyle):
@@ -90,18 +90,18 @@ class OneThread(TorchStyle):
         return [replica(*args, **kw) for replica, args, kw in zip(replicas, inputs, kwargs, strict=True)]
 
 
-def stock(module: nn.Module) -> nn.DataParallel:
-    """Return a stock `DataParallel` of CPU replicas, which torch itself does not make."""
-    parallel = nn.DataParallel(module)
-    parallel.__dict__.update(
-        dim=0, device_ids=["cpu"] * R, output_device=torch.device("cpu"), src_device_obj=torch.device("cpu")
-    )
+def of_class(cls: type[nn.DataParallel[Any]], module: nn.Module, devices: Sequence[Any]) -> Any:
+    """Return an object of a class of `DataParallel` on any devices, also on those that torch refuses."""
+    parallel = DataParallelWithCallback(module, devices)
+    object.__setattr__(parallel, "__class__", cls)
     return parallel
 
 
 WRAPPERS: dict[str, Callable[..., nn.DataParallel]] = {
     "wrapper": lambda module, **options: DataParallelWithCallback(module, ["cpu"] * R, **options),
-    "patched": lambda module, **options: patch_replication_callback(stock(module), **options),
+    "patched": lambda module, **options: patch_replication_callback(
+        of_class(nn.DataParallel, module, ["cpu"] * R), **options
+    ),
     "own-parallel_apply": lambda module, **options: patch_replication_callback(TorchStyle(module, R), **options),
     "own-forward": lambda module, **options: patch_replication_callback(OwnForward(module, R), **options),
 }

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torchvision
+from helpers import tensors_of
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models.regnet import BlockParams
@@ -129,13 +130,6 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    children: Iterable[Any] = tree.values() if isinstance(tree, dict) else tree
-    return [tensor for child in children if child is not None for tensor in tensors_in(child)]
-
-
 def train_both(model: nn.Module, input: Tensor) -> dict[str, float]:
     """Train `model` on one device and a converted copy of it on three CPU replicas, and return `differences`."""
     plain = without_chance(model.double())
@@ -167,7 +161,7 @@ def differences(plain: nn.Module, wrapper: nn.Module, input: Tensor, steps: int 
     for _ in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        expected, actual = tensors_in(plain(input)), tensors_in(wrapper(input))
+        expected, actual = tensors_of(plain(input)), tensors_of(wrapper(input))
         grads = [torch.randn_like(output) for output in expected]
         torch.autograd.backward(expected, grads)
         torch.autograd.backward(actual, grads)

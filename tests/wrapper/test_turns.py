@@ -3,10 +3,6 @@
 import contextlib
 import faulthandler
 import gc
-import os
-import random
-import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CUDA_COUNT, INTERLEAVED, device_lists, needs_two_gpus
-from forks import forked, let_python_swallow, needs_fork
-from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, doubles, in_threads, twins
+from forks import forked, needs_fork
+from helpers import Net, Numbered, as_devices, assert_equal, doubles, in_threads, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError
-from sync_batchnorm.meeting import Coordinator
+from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SynchronizedBatchNorm1d
 from sync_batchnorm.wrapper.random_states import RandomStates
-from sync_batchnorm.wrapper.run import prepared_runs
 
 ONE_DEVICE = [param for param in device_lists(4) if len(set(param.values[0])) == 1]
 shared_devices = pytest.mark.parametrize("devices", [*ONE_DEVICE, *INTERLEAVED])
@@ -45,13 +39,12 @@ class Random(nn.Module):
         self.draw, self.how = draw, "plain"
         self.first, self.bn1, self.bn2 = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5)
 
-    def body(self, x: Tensor) -> Tensor:
-        return self.draw(self.bn2(self.draw(self.inner(x))))
-
     def inner(self, x: Tensor) -> Tensor:
-        if self.how == "nested":
-            return checkpoint(lambda x: self.bn1(self.draw(x)).tanh(), x, use_reentrant=False)
         return self.bn1(self.draw(x)).tanh()
+
+    def body(self, x: Tensor) -> Tensor:
+        inner = checkpoint(self.inner, x, use_reentrant=False) if self.how == "nested" else self.inner(x)
+        return self.draw(self.bn2(self.draw(inner)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -117,87 +110,42 @@ def test_generators_of_the_caller_move_on_alike_however_much_replicas_draw_and_n
 
 
 @needs_two_gpus
-def test_distinct_accelerators_take_no_turns(monkeypatch):
-    monkeypatch.delattr(RandomStates, "__init__")
-    plain, parallel = twins(TwoLayers().double(), [0, 1])
-    assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=[0, 1]))
-
-
-class Logging(nn.Module):
-    """Notes which replica begins and ends to run between exchanges; a step may do something else in one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn, self.log, self.steps, self.running = nn.BatchNorm1d(3), [], {}, set()
-
-    def runs(self, replica: int, place: int) -> None:
-        self.log.append((place, replica))
-        self.running.add(replica)
-        assert self.running == {replica}, self.running
-        torch.ones(2000).sum()  # gives up the interpreter lock
-        self.steps.get((replica, place), lambda: None)()
-        assert self.running == {replica}, self.running
-        self.running.discard(replica)
-
-    def forward(self, x: Tensor, replica: Tensor) -> Tensor:
-        for place in range(3):
-            self.runs(int(replica[0]), place)
-            x = self.bn(x)
-        self.runs(int(replica[0]), 3)
-        return x
-
-
-def logging(timeout: float = 5.0, **steps: Any) -> tuple[DataParallelWithCallback, tuple[Tensor, Tensor]]:
-    _, parallel = twins(Logging(), ["cpu"] * 3, timeout)
-    return parallel, (torch.randn(6, 3), torch.arange(3).repeat_interleave(2))
+def test_replicas_on_distinct_accelerators_run_at_the_same_time():
+    barrier = threading.Barrier(2, timeout=5.0)
+    parallel = DataParallelWithCallback(Net(lambda net, x: x * (barrier.wait() >= 0)).cuda(), [0, 1])
+    assert parallel(torch.ones(4, 3, device="cuda")).sum() == 12
 
 
 @pytest.mark.smoke
 def test_one_replica_runs_at_a_time_the_lowest_that_can_first():
-    parallel, inputs = logging()
-    parallel(*inputs)
-    assert parallel.module.log == [(place, replica) for place in range(4) for replica in range(3)]
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for place in range(4):
+            log.append((place, net.number))
+            running.add(net.number)
+            torch.ones(2000).sum()  # gives up the interpreter lock
+            assert running == {net.number}
+            running.discard(net.number)
+            x = net.bn(x)
+        return x
+
+    log, running = list[Any](), set[int]()
+    DataParallelWithCallback(Numbered(forward, bn=SynchronizedBatchNorm1d(3)), ["cpu"] * 3)(torch.randn(6, 3))
+    assert log == [(place, replica) for place in range(4) for replica in range(3)]
 
 
-@pytest.mark.parametrize("replica", range(3))
-def test_replica_that_raises_ends_the_turns_and_nobody_waits_for_one(replica):
-    def fail() -> None:
-        parallel.module.steps.clear()
-        parallel.module.running.clear()
-        raise LookupError("the cause")
-
-    parallel, inputs = logging()
-    parallel.module.steps[replica, 1] = fail
-    with pytest.raises(LookupError, match="the cause"):
-        parallel(*inputs)
-    assert [entry for entry in parallel.module.log if entry[0] > 1] == []
-    parallel.module.log.clear()
-    parallel(*inputs)
-    assert len(parallel.module.log) == 12
-
-
-def test_replica_that_is_stuck_in_its_first_turn_loses_it_at_the_timeout(monkeypatch):
-    def is_stuck() -> None:
-        stuck.set()
-        release.wait()
-
-    def begin_after_the_first(coordinator: Coordinator, replica: int) -> Any:
-        if replica > 0:
-            stuck.wait()
-        return begin(coordinator, replica)
-
-    stuck, release, begin = threading.Event(), threading.Event(), Coordinator.begin
-    monkeypatch.setattr(Coordinator, "begin", begin_after_the_first)
-    parallel, inputs = logging(timeout=0.2)
-    parallel.module.steps[0, 0] = is_stuck
+def test_replica_that_is_stuck_in_its_first_turn_loses_it_at_the_timeout():
+    release, x = threading.Event(), torch.randn(6, 3)
+    net = Numbered(lambda net, x: net.number > 0 or release.wait())
+    parallel = DataParallelWithCallback(net, ["cpu"] * 3, timeout=0.2)
     text = (
         r"expected all replicas within 0\.2 seconds, but replica \d on device cpu waits for its turn while replica 0 "
         "on device cpu is still running; pass a longer timeout= if it is only slow; replicas on one device run one at"
     )
     with pytest.raises(ReplicaSyncError, match=text) as caught:
-        parallel(*inputs)
+        parallel(x)
     assert caught.value.__notes__[0].startswith("Stack of replica 0 on device cpu at the timeout:\n")
-    assert prepared_runs() == []  # though this replica has not ended
+    users = [nn.Softsign()] * 3  # no replicas of the pass that has not ended
+    assert torch.equal(torch.stack(parallel.parallel_apply(users, [(x,)] * 3, None)), F.softsign(x).expand(3, 6, 3))
     release.set()
 
 
@@ -218,28 +166,3 @@ def test_threads_that_read_and_write_random_states_at_once_never_wait_for_each_o
         faulthandler.cancel_dump_traceback_later()
 
     assert forked(switch_states) == (0, "")
-
-
-@pytest.mark.slow
-@needs_fork
-@pytest.mark.timeout(900)
-def test_control_c_at_any_moment_leaves_no_replica_waiting_for_its_turn():
-    def interrupt_often() -> None:
-        let_python_swallow(KeyboardInterrupt)
-        plain, parallel = twins(TwoLayers().double(), ["cpu"] * 3)
-        interrupted = 0
-        for _ in range(200):
-            timer = threading.Timer(random.uniform(1e-4, 4e-3), os.kill, (os.getpid(), signal.SIGINT))
-            try:
-                timer.start()
-                parallel(doubles(6, 3, 6, 6))
-                timer.join()
-                while True:  # Python 3.13 looks for signals only if asked, in a child that a thread has forked.
-                    os.kill(os.getpid(), signal.SIGINT)  # again, as Python may have swallowed the first
-            except (KeyboardInterrupt, RuntimeError) as error:  # `Thread.start` may turn the one into the other.
-                interrupted += KeyboardInterrupt in (type(error), type(error.__context__))
-        plain.load_state_dict(parallel.module.state_dict())
-        assert_same_step(plain, parallel, doubles(6, 3, 6, 6))
-        print(interrupted, len(sys._current_frames()))  # `active_count` has threads whose start was interrupted.
-
-    assert forked(interrupt_often) == (0, "200 1\n")

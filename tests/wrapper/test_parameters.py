@@ -1,6 +1,7 @@
-"""Parameters of replicas: the gradient that each has, and what is noticed when they change."""
+"""Parameters of replicas: the gradient that each has, and what happens when they change or are converted."""
 
-import threading
+import copy
+import pickle
 import warnings
 from functools import partial
 from typing import Any
@@ -8,49 +9,38 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import device_lists, usual_kernels
-from helpers import Net, as_devices, assert_equal, assert_same_gradient, doubles, twins
+from conftest import device_lists, slow, usual_kernels
+from helpers import (
+    Net,
+    Numbered,
+    as_devices,
+    assert_equal,
+    assert_same_gradient,
+    assert_same_step,
+    doubles,
+    run_parts,
+    twins,
+)
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, convert_model
-from sync_batchnorm.current_replica import current_run
 
-pytestmark = usual_kernels
 # On distinct GPUs torch copies the parameters.
 local = pytest.mark.parametrize("devices", [p for p in device_lists(2, 3) if not p.id.startswith("cuda-")])
-
-
-def showing(net, input: Tensor, replica: Tensor) -> Tensor:
-    """Hands its layer to `look` before the call, with the number of the replica, which is that of its first row."""
-    net.look(net.bn, int(replica[0]))
-    return net.bn(input)
 
 
 class Case:
     """A model in replicas, with its batch, and the part of each replica of the gradients of weight and bias."""
 
     def __init__(self, devices: list[Any], look: Any = lambda bn, replica: None) -> None:
-        _, self.parallel = twins(Net(showing, bn=nn.BatchNorm1d(4), look=look).double(), devices)
-        self.layer: Any = self.parallel.module.bn
-        self.number = len(devices)
+        net = Numbered(lambda net, input: (look(net.bn, net.number), net.bn(input))[1], bn=nn.BatchNorm1d(4))
+        _, self.parallel = twins(net.double(), devices)
+        self.layer, self.number = self.parallel.module.bn, len(devices)
         self.input = doubles(3 * self.number - 1, 4, devices=devices).requires_grad_()
         self.upstream = 5 * (self.input.detach() + doubles(*self.input.shape, devices=devices))
-        self.rows = torch.arange(len(self.input), device=self.input.device) // 3
         normalized = F.batch_norm(self.input.detach(), None, None, training=True)
-        parts = [(normalized[self.rows == i], self.upstream[self.rows == i]) for i in range(self.number)]
+        parts = list(zip(normalized.chunk(self.number), self.upstream.chunk(self.number), strict=True))
         self.parts = {"weight": [(x * dy).sum(0) for x, dy in parts], "bias": [dy.sum(0) for _, dy in parts]}
-
-    def forward(self) -> Tensor:
-        output: Tensor = self.parallel(self.input, self.rows)
-        return output
-
-    def raw_outputs(self) -> list[Tensor]:
-        """Return the output of each replica, not gathered."""
-        chunks = [(self.input[self.rows == i], self.rows[self.rows == i]) for i in range(self.number)]
-        device_ids = self.parallel.device_ids
-        moved = [tuple(t.to(d) for t in chunk) for chunk, d in zip(chunks, as_devices(device_ids), strict=True)]
-        replicas = self.parallel.replicate(self.parallel.module, device_ids)
-        return self.parallel.parallel_apply(replicas, moved, [{}] * self.number)
 
     def check(self, found: dict[int, Any], name: str) -> None:
         assert sorted(found) == list(range(self.number))
@@ -58,6 +48,7 @@ class Case:
             assert_equal(found[i].to(part.device), part, f"{name} of replica {i}")
 
 
+@usual_kernels
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_hook_changes_the_part_of_its_replica(devices, name):
     seen = {}
@@ -67,31 +58,18 @@ def test_hook_changes_the_part_of_its_replica(devices, name):
         return grad.clamp(-1, 1)
 
     case = Case(devices, lambda bn, replica: getattr(bn, name).register_hook(partial(clamp, replica)))
-    case.forward().backward(case.upstream)
+    case.parallel(case.input).backward(case.upstream)
     case.check(seen, name)
     assert_equal(getattr(case.layer, name).grad, sum(part.clamp(-1, 1) for part in case.parts[name]))
     other = "bias" if name == "weight" else "weight"
     assert_equal(getattr(case.layer, other).grad, sum(case.parts[other]))
 
 
-def test_retained_gradients_are_the_parts_of_the_replicas(devices):
-    kept = {}
-    lock = threading.Lock()  # Torch 2.13 may lose one of two calls of `retain_grad` on outputs of one node at once.
-
-    def keep(bn, replica):
-        kept[replica] = bn.weight
-        with lock:
-            bn.weight.retain_grad()
-
-    case = Case(devices, keep)
-    case.forward().backward(case.upstream)
-    case.check({replica: weight.grad for replica, weight in kept.items()}, "weight")
-
-
+@usual_kernels
 def test_gradients_by_the_parameters_of_replicas_are_their_parts(devices):
     kept = {}
     case = Case(devices, lambda bn, replica: kept.update({replica: bn}))
-    output = case.forward()
+    output = case.parallel(case.input)
     for name in ("weight", "bias"):
         ours = [getattr(kept[i], name) for i in range(case.number)]
         grads = torch.autograd.grad(output, ours, case.upstream, retain_graph=True)
@@ -101,10 +79,11 @@ def test_gradients_by_the_parameters_of_replicas_are_their_parts(devices):
     assert case.layer.weight.grad is None
 
 
+@usual_kernels
 def test_hooks_that_come_after_the_forward_see_the_parts(devices):
     kept, tensors, nodes = {}, {}, {}
     case = Case(devices, lambda bn, replica: kept.update({replica: bn.weight}))
-    output = case.forward()
+    output = case.parallel(case.input)
     for i, weight in kept.items():
         weight.register_hook(partial(tensors.__setitem__, i))
     if len({weight.grad_fn for weight in kept.values()}) == case.number:  # On distinct GPUs torch has one for all.
@@ -117,13 +96,14 @@ def test_hooks_that_come_after_the_forward_see_the_parts(devices):
     case.check(tensors, "weight")
 
 
+@usual_kernels
 @pytest.mark.parametrize(("name", "frozen"), [("weight", "bias"), ("bias", "weight")])
 def test_part_of_a_replica_without_a_part_in_the_loss_is_zero(devices, name, frozen):
     seen = {}
     case = Case(devices, lambda bn, replica: getattr(bn, name).register_hook(partial(seen.__setitem__, replica)))
     getattr(case.layer, frozen).requires_grad_(False)
-    outputs = case.raw_outputs()
-    outputs[1].backward(case.upstream[case.rows == 1].to(outputs[1].device))
+    outputs = run_parts(case.parallel, case.input.chunk(case.number))
+    outputs[1].backward(case.upstream.chunk(case.number)[1].to(outputs[1].device))
     assert_equal(seen.pop(1).to(case.input.device), case.parts[name][1])
     assert [int(grad.count_nonzero()) for grad in seen.values()] == [0] * (case.number - 1)
     assert_equal(getattr(case.layer, name).grad, case.parts[name][1])
@@ -163,18 +143,6 @@ def test_parameters_that_change_between_forward_and_backward_are_refused(devices
 def test_forward_that_changes_a_parameter_which_a_backward_needs_is_refused(devices):
     _, parallel = twins(scaling(changing), devices)
     assert_backward_is_refused(parallel(torch.randn(6, 4, device=as_devices(devices)[0], requires_grad=True)))
-
-
-@pytest.mark.parametrize("by", ["input", "weight"])
-@local
-def test_parameters_that_change_between_two_backward_passes_are_refused(devices, by):
-    for model in twins(scaling(lambda net, input: input.square() * net.weight.square()), devices):
-        input = torch.randn(6, 4, device=as_devices(devices)[0], requires_grad=True)
-        output = model(input)
-        source = input if by == "input" else next(model.parameters())
-        (grad,) = torch.autograd.grad(output, source, torch.randn_like(output), create_graph=True)
-        change(next(model.parameters()))
-        assert_backward_is_refused(grad)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -239,26 +207,26 @@ def test_forward_that_changes_parameters_trains_as_on_one_device_and_warns_of_a_
         assert float(parallel.module.calls) == len(devices) * float(plain.calls)
 
 
-def in_place(change: Any, is_late: bool) -> Net:
+def in_place(change: Any, is_late: bool, kind: str = "") -> Net:
     """Return a net that changes its weight in place, before or after a layer in which replicas wait for each other."""
 
-    def forward(net: Net, input: Tensor) -> Tensor:
+    def forward(net: Numbered, input: Tensor) -> Tensor:
         output = net.bn(input) if is_late else input
         with torch.no_grad():
-            change(net.weight, input)
+            if net.number == 0 or kind != "one replica":
+                change(net.weight, input)
         output = output * net.weight
         return output if is_late else net.bn(output)
 
-    return Net(forward, bn=SynchronizedBatchNorm1d(4), weight=nn.Parameter(2 * torch.ones(4)))
+    return Numbered(forward, bn=SynchronizedBatchNorm1d(4), weight=nn.Parameter(2 * torch.ones(4)))
 
 
+SLOPE = 0.1 * torch.arange(4.0)
 IN_PLACE = {  # how replicas change a parameter, and the number of warnings
     "clamp": (lambda weight, input: weight.clamp_(-1, 1), 0),
     "equal values": (lambda weight, input: weight.copy_(torch.arange(4.0)), 0),
     "normalize": (
-        lambda weight, input: weight.copy_(
-            F.normalize(weight + 0.1 * torch.arange(4.0, device=weight.device) * (weight[0] == 2), dim=0)
-        ),
+        lambda weight, input: weight.copy_(F.normalize(weight + (weight[0] == 2) * SLOPE.to(weight), dim=0)),
         0,
     ),
     "NaN": (lambda weight, input: weight.fill_(torch.nan), 0),
@@ -266,7 +234,7 @@ IN_PLACE = {  # how replicas change a parameter, and the number of warnings
     "slow average": (lambda weight, input: weight.lerp_(input.mean(0), 1e-4), 1),
     "values of the chunk": (lambda weight, input: weight.copy_(input.mean(0)), 1),
     "values of the chunk, once": (lambda weight, input: weight[0] == 2 and weight.copy_(input.mean(0)), 0),
-    "one replica": (lambda weight, input: current_run().number or weight.add_(1), 0),
+    "one replica": (lambda weight, input: weight.add_(1), 0),
 }
 
 
@@ -276,7 +244,7 @@ IN_PLACE = {  # how replicas change a parameter, and the number of warnings
 @local
 def test_change_of_a_parameter_is_named_once_if_to_repeat_it_changes_it_again(devices, kind, is_late, passes):
     change, number = IN_PLACE[kind]
-    net = in_place(change, is_late).to(as_devices(devices)[0])
+    net = in_place(change, is_late, kind).to(as_devices(devices)[0])
     parallel = DataParallelWithCallback(net, devices)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -343,3 +311,165 @@ def test_attributes_of_parameters_and_buffers_are_those_of_their_replicas(device
         DataParallelWithCallback(convert_model(net), devices)(doubles(7, 3, devices=devices))
     assert seen == [[mark, None, other]] * len(devices)
     assert all(found[0] is mark and found[2] is other for found in seen)
+
+
+# The layers of a recurrent net keep their weights in a list besides. Simulated GPUs lack the kernels of an LSTM.
+LAYERS = {
+    "linear": lambda: nn.Linear(3, 3),
+    "norm": lambda: nn.BatchNorm1d(3),
+    "rnn": lambda: nn.RNN(3, 3, batch_first=True),
+    "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))),
+}
+MOVES = {
+    "to the first device": lambda layer, device: layer.to(device),
+    "to its own device": lambda layer, device: layer.to(next(layer.parameters()).device),
+    "float64": lambda layer, device: layer.double(),
+    "share_memory": lambda layer, device: layer.share_memory(),
+    "memory format": lambda layer, device: layer.to(device, torch.float64, memory_format=torch.contiguous_format),
+    "cuda": lambda layer, device: layer.cuda(0) if device.type == "cuda" else layer.cpu(),
+    "meta": lambda layer, device: layer.to("meta"),
+}
+
+
+def run(layer, input):
+    return layer(input[:, None])[0][:, 0] if isinstance(layer, nn.RNN) else layer(input)
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
+@pytest.mark.parametrize("move", MOVES.values(), ids=list(MOVES))
+def test_layer_of_a_replica_stays_on_its_device_and_says_nothing(devices, move, layer):
+    def forward(net, input):
+        parameters = dict(net.named_parameters())
+        if vars(net).get("_is_replica"):
+            assert move(net.layer, as_devices(devices)[0]) is net.layer
+            assert {parameter.device for parameter in net.parameters()} == {input.device}
+            assert {buffer.device for buffer in net.buffers()} == {input.device}
+            assert all(parameter is parameters[name] for name, parameter in net.named_parameters())
+        return run(net.layer, net.bn(input))
+
+    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3), layer=layer()).double(), devices)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
+@pytest.mark.filterwarnings("ignore:unless each .* of Net set .*running_mean")  # as is the case for batch norms
+def test_dtype_of_a_layer_changes_in_the_replica_alone(devices, layer):
+    def forward(net, input):
+        net.layer.double()
+        return run(net.layer, input.double())
+
+    plain, parallel = twins(Net(forward, layer=layer()), devices)
+    assert parallel(doubles(7, 3, devices=devices).float()).dtype == torch.float64
+    assert {parameter.dtype for parameter in parallel.module.parameters()} == {torch.float32}
+    data, other = doubles(7, 3, devices=devices), copy.deepcopy(plain).double()
+    for model in (other, parallel):
+        model.zero_grad()
+        model(data).square().sum().backward()
+    for expected, actual in zip(other.parameters(), parallel.parameters(), strict=True):
+        assert_equal(actual.grad, expected.grad.float())
+
+
+def test_other_functions_act_on_the_parameters_of_the_replica():
+    net = Net(lambda net, x: net.layer._apply(torch.neg)(x), layer=nn.Linear(3, 3)).double()
+    (plain, parallel), data = twins(net, ["cpu"] * 2), doubles(4, 3)
+    assert_equal(parallel(data), -plain.layer(data))
+
+
+SET = {
+    "weight": lambda net: net.linear.weight.sum(0),
+    "bias": lambda net: net.linear.bias * 2,
+    "running_mean": lambda net: net.linear.weight.detach().sum(1),
+}
+
+
+@pytest.mark.parametrize("names", [["weight"], ["bias"], ["weight", "bias"], ["running_mean"]], ids="-".join)
+@pytest.mark.parametrize("way", ["dictionary", "deleted"])
+@pytest.mark.parametrize("training", [True, *slow(False)])
+def test_tensor_that_forward_puts_into_the_dictionary_of_a_layer_is_used(devices, training, way, names):
+    def forward(net, input):
+        for name in names:
+            if way == "deleted":
+                delattr(net.bn, name)
+            vars(net.bn)[name] = SET[name](net)
+        return net.bn(input)
+
+    module = Net(forward, bn=nn.BatchNorm1d(3), linear=nn.Linear(3, 3)).double().train(training)
+    plain, parallel = twins(module, devices)
+    pristine = copy.deepcopy(plain)
+    for _ in range(2):  # One device keeps what it is given, and a model without the parameter has no gradient of it.
+        plain, data = copy.deepcopy(pristine), doubles(7, 3, devices=devices)
+        upstream = torch.randn_like(data)
+        parallel.zero_grad()
+        expected, actual = plain(data), parallel(data)
+        assert_equal(actual, expected)
+        expected.backward(upstream)
+        actual.backward(upstream)
+        for name, parameter in plain.named_parameters():
+            assert_same_gradient(parallel.module.get_parameter(name).grad, parameter.grad, name)
+        for name, buffer in plain.named_buffers():
+            assert_equal(parallel.module.get_buffer(name), buffer, name)
+        pristine.load_state_dict(parallel.module.state_dict())
+
+
+class Own(nn.Linear):
+    """Has a conversion of its own, which sees its parameters."""
+
+    def _apply(self, fn, recurse=True):
+        self.seen = len(list(self.parameters()))
+        return self if self.refuses else super()._apply(fn, recurse)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_conversion_of_a_class_is_asked_first(devices, refuses):
+    def forward(net, input):
+        net.layer.float()
+        assert net.layer.seen == 2
+        assert net.layer.weight.dtype == (torch.float64 if refuses else torch.float32)
+        return net.layer(input.to(net.layer.weight.dtype))
+
+    layer = Own(3, 3)
+    layer.refuses = False
+    _, parallel = twins(Net(forward, layer=layer).double(), devices)
+    parallel.module.layer.refuses = refuses
+    assert parallel(doubles(6, 3, devices=devices)).shape == (6, 3)
+
+
+def test_clones_of_a_layer_of_a_replica_are_what_is_converted():
+    """As clones of meta learning make them: with a copy of the dictionary, and other parameters."""
+
+    def forward(net, input):
+        clone = net.layer.__new__(type(net.layer))
+        clone.__dict__ = {**vars(net.layer), "_parameters": {}}
+        for name, parameter in net.layer._parameters.items():
+            clone._parameters[name] = parameter * 2
+        assert clone._apply(lambda tensor: tensor + 1) is clone
+        shallow = copy.copy(net.layer)
+        assert shallow.to(input.device) is shallow
+        return clone(input)
+
+    plain, parallel = twins(Net(forward, layer=nn.Linear(3, 3)).double(), ["cpu"] * 2)
+    data = doubles(4, 3)
+    weight, bias = (2 * parameter + 1 for parameter in (plain.layer.weight, plain.layer.bias))
+    assert_equal(parallel(data), data @ weight.t() + bias)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda layer: pickle.loads(pickle.dumps(layer))}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_of_a_layer_of_a_replica_belong_to_no_replica(devices, way):
+    def forward(net, input):
+        norm, linear = COPIES[way](net.norm), COPIES[way](net.linear)
+        assert norm.to("meta").running_mean.is_meta
+        assert linear.half().weight.dtype == torch.float16
+        assert net.norm.to("meta").running_mean.device == input.device
+        assert net.linear.weight.dtype == torch.float64
+        return net.linear(net.norm(input))
+
+    net = Net(lambda net, x: net.linear(net.norm(x)), norm=nn.BatchNorm1d(3, affine=False), linear=nn.Linear(3, 3))
+    plain, parallel = twins(net.double(), devices)
+    parallel.module.function = forward
+    data = doubles(4, 3, devices=devices)
+    with torch.no_grad():  # Torch copies no parameters that are in a graph.
+        assert_equal(parallel(data), plain(data))

@@ -1,8 +1,9 @@
-"""Replicas run in the context of their caller, and threads that inherit the context of a replica belong to none."""
+"""Replicas run in the context of their caller, in threads of whose state nothing is shared, and may start others."""
 
+import copy
+import functools
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -13,18 +14,17 @@ from weakref import ref
 import pytest
 import torch
 from conftest import INTERLEAVED, device_lists
-from helpers import Net, as_devices, assert_trains_as_one_device
-from scripted import WRAPPERS, R
+from helpers import Net, Numbered, as_devices, assert_equal, assert_trains_as_one_device, in_threads
+from scripted import WRAPPERS, R, Scripted, assert_next_forward_is_right, batch, scripted
 from torch import Tensor, nn
 
 from sync_batchnorm import (
     DataParallelWithCallback,
+    ReplicaSyncError,
     SynchronizedBatchNorm1d,
     SyncMaster,
-    convert_model,
     patch_replication_callback,
 )
-from sync_batchnorm.current_replica import current_run, is_in_replica
 
 variable: ContextVar[int] = ContextVar("variable", default=0)  # Every test runs in a thread, and context, of its own.
 
@@ -145,17 +145,17 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.mark.usefixtures("_inherits")
 def test_thread_that_a_replica_has_started_is_in_no_replica(devices, pool):
+    other, data = SynchronizedBatchNorm1d(3), torch.randn(4, 3)
+
     def forward(net: nn.Module, input: Tensor) -> Tensor:
-        assert is_in_replica()
-        assert not net.submit(is_in_replica).result()
         made.append(ref(net))
+        assert net.submit(other, data).result().shape == (4, 3)  # which would belong to no replica
         return net.bn(input)
 
     made: list[Any] = []
     model = Net(forward, bn=SynchronizedBatchNorm1d(3), submit=pool.submit).to(as_devices(devices)[0])
-    DataParallelWithCallback(model, devices)(torch.randn(4, 3, device=as_devices(devices)[0])).square().sum().backward()
-    other = convert_model(nn.BatchNorm1d(3))
-    assert pool.submit(other, torch.randn(4, 3)).result().shape == (4, 3)  # no layer of a replica
+    DataParallelWithCallback(model, devices)(data.to(as_devices(devices)[0])).square().sum().backward()
+    assert pool.submit(other, data).result().shape == (4, 3)  # no layer of a replica
     gc.collect()
     assert [replica() for replica in made] == [None, None]  # though threads of the pool keep their contexts
 
@@ -179,43 +179,78 @@ def test_threads_of_a_replica_do_not_take_its_turns(devices):
     assert_trains_as_one_device(Net(exchange, bn=nn.BatchNorm1d(3)), devices, 4, 3)
 
 
-@pytest.mark.parametrize("second", ["thread of the replica", "thread that it started"])
-def test_two_threads_of_a_replica_that_call_layers_at_once_are_told_what_to_do(second):
-    def forward(net: nn.Module, input: Tensor, replica: Tensor) -> Tensor:
-        if replica[0] == 1:  # whose turn begins when a thread of replica 0 waits in the layer
+def test_two_threads_of_a_replica_that_call_layers_at_once_are_told_what_to_do():
+    def forward(net: Any, input: Tensor) -> Tensor:
+        if net.number == 1:  # whose turn begins when a thread of replica 0 waits in the layer
             one_waits.set()
             assert other_called.wait(3.0)
             return net.bn(input)
-
-        def call_layer() -> None:
-            with suppress(RuntimeError):  # as it ends the thread, without a word to the caller
-                net.bn(input)
-
-        def call_second() -> None:
-            one_waits.wait(3.0)
-            call_layer()
-            other_called.set()
-
-        is_started = second == "thread that it started"
-        thread = threading.Thread(target=call_second if is_started else call_layer, daemon=True)
+        thread = threading.Thread(target=call_layer, args=(net, input), daemon=True)
         thread.start()
-        while not is_started and not is_waiting():
-            time.sleep(0)
+        assert one_waits.wait(3.0)
         try:
             return net.bn(input)
         finally:
-            if not is_started:  # Before, replica 1 would end the call.
-                other_called.set()
+            other_called.set()  # Before, replica 1 would end the call.
             thread.join()
 
-    def is_waiting() -> bool:
-        return bool(current_run().forward_pass.coordinator._waiting)
+    def call_layer(net: Any, input: Tensor) -> None:
+        with suppress(RuntimeError):  # as it ends the thread, without a word to the caller
+            net.bn(input)
 
     one_waits, other_called = threading.Event(), threading.Event()
-    parallel = DataParallelWithCallback(Net(forward, bn=SynchronizedBatchNorm1d(3)), ["cpu"] * 2, timeout=5.0)
+    parallel = DataParallelWithCallback(Numbered(forward, bn=SynchronizedBatchNorm1d(3)), ["cpu"] * 2, timeout=5.0)
     text = (
         "^expected one thread of a replica to exchange at a time, but replica 0 on device cpu called bn in one thread "
         "while another one waits in bn, call 1; call synchronized layers in the thread that runs forward"
     )
     with pytest.raises(RuntimeError, match=text):
-        parallel(torch.randn(4, 3), torch.arange(2).repeat_interleave(2))
+        parallel(torch.randn(4, 3))
+
+
+def test_replica_that_is_given_no_input_is_named_at_once():
+    parallel = WRAPPERS["wrapper"](scripted())
+    replicas = parallel.replicate(parallel.module, ["cpu"] * R)
+    parts = list(zip(*(inputs.chunk(R) for inputs in batch()), strict=True))
+    text = r"to call stem\.0 the same number of times, but replica 2 on device cpu was given no input while"
+    with pytest.raises(ReplicaSyncError, match=text):
+        parallel.parallel_apply(replicas[:2], parts[:2], [{}] * 2)
+
+
+def recursive(net, x: Tensor, depth: int = 2) -> Tensor:
+    """Calls itself, as some models do at test time to average over a flipped input."""
+    return net.bn(x + net(x, depth - 1)) if depth else net.bn(x)
+
+
+def test_module_that_calls_itself_has_left_only_at_the_end(wrap):
+    module = Net(recursive, bn=SynchronizedBatchNorm1d(4)).double()
+    x, _ = batch()
+    expected = copy.deepcopy(module)(x)
+    assert_equal(wrap(module)(x), expected, "output")
+
+
+def test_one_wrapper_in_several_user_threads_is_right(wrap):
+    model = scripted()
+    model.stem[0].track_running_stats = model.head.track_running_stats = False  # who comes last is up to the threads
+    parallel, plain = wrap(model), copy.deepcopy(model)
+    inputs = [batch() for _ in range(4)]
+
+    def train(i: int) -> None:
+        for _ in range(5):
+            assert_equal(parallel(*inputs[i]), expected[i], f"output of thread {i}")
+
+    expected = [plain(*pair).detach() for pair in inputs]
+    in_threads(*[functools.partial(train, i) for i in range(4)])
+
+
+def test_layer_in_a_thread_of_the_replica_meets_the_others():
+    def in_a_thread(model: Scripted, x: Tensor) -> Tensor:
+        (output,) = in_threads(lambda: model.head(model.stem(x) * 2))
+        return output
+
+    parallel = WRAPPERS["wrapper"](scripted(*[(i, "before", in_a_thread) for i in range(R)]))
+    assert_next_forward_is_right(parallel, (0, 0))
+    parallel.module.steps = {(i, "before"): in_a_thread for i in range(R)}
+    x, replica = batch()
+    expected = copy.deepcopy(parallel.module).stem[0](x).detach()
+    assert_equal(parallel(x, replica), copy.deepcopy(parallel.module).head(expected * 2), "output")

@@ -3,12 +3,14 @@
 import copy
 import pickle
 import re
+import threading
+from collections import Counter
 
 import pytest
 import torch
 from conftest import slow
-from helpers import as_devices, assert_same_step, doubles, twins
-from scripted import TorchStyle
+from helpers import Net, as_devices, assert_same_step, doubles, twins
+from scripted import TorchStyle, of_class
 from torch import nn
 
 from sync_batchnorm import (
@@ -18,10 +20,9 @@ from sync_batchnorm import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
-from sync_batchnorm.wrapper.data_parallel import AnyDeviceDataParallel
 
 
-class Registering(nn.Module):
+class Registering(nn.Identity):
     def __init__(self, calls):
         super().__init__()
         self.calls = calls
@@ -30,30 +31,20 @@ class Registering(nn.Module):
         ctx.latest = copy_id
         self.calls.append((id(ctx), ctx.latest, self))
 
-    def forward(self, input):
-        return input
-
 
 @pytest.mark.smoke
 def test_callbacks_run_on_every_copy_and_share_a_context_with_their_copies(devs):
     calls = []
     net = nn.Sequential(Registering(calls), nn.Linear(3, 3), nn.ModuleDict({"inner": Registering(calls)})["inner"])
+    net.append(net[0])  # under another name
     parallel = DataParallelWithCallback(net.to(as_devices(devs)[0]), devs)
     for _ in range(2):
         calls.clear()
         parallel(torch.randn(8, 3, device=as_devices(devs)[0]))
         copies = len(devs) if len(devs) > 1 else 0
         assert [copy_id for _, copy_id, _ in calls] == [i for i in range(copies) for _ in range(2)]
-        by_context = {ctx: [c for c, _, _ in calls].count(ctx) for ctx, _, _ in calls}
-        assert list(by_context.values()) == ([copies, copies] if copies else [])
+        assert list(Counter(ctx for ctx, _, _ in calls).values()) == ([copies, copies] if copies else [])
         assert len({module for _, _, module in calls}) == 2 * copies
-
-
-def test_module_under_two_names_is_called_back_once_a_copy():
-    calls = []
-    shared = Registering(calls)
-    DataParallelWithCallback(nn.Sequential(shared, shared), ["cpu"] * 2)(torch.randn(4, 3))
-    assert [copy_id for _, copy_id, _ in calls] == [0, 1]
 
 
 class Balanced(TorchStyle):
@@ -70,14 +61,6 @@ class Balanced(TorchStyle):
         return super().parallel_apply(replicas, inputs, kwargs)
 
 
-def test_patched_wrapper_may_have_a_parallel_apply_with_arguments_of_its_own():
-    plain, ours = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), ["cpu"] * 3)
-    balanced = patch_replication_callback(Balanced(ours.module, 3))
-    for training in (True, False, True):
-        plain.train(training)
-        assert_same_step(plain, balanced.train(training), doubles(7, 3))
-
-
 class Replicating(TorchStyle):
     """A wrapper whose `replicate` takes an argument of its own."""
 
@@ -88,17 +71,6 @@ class Replicating(TorchStyle):
     def replicate(self, module, device_ids, detach, note=""):
         assert (detach, note) == (False, "mine")
         return super().replicate(module, device_ids)
-
-
-class Calling(nn.Module):
-    """A module of the user's that calls a replica."""
-
-    def __init__(self, replica, number, step):
-        super().__init__()
-        self.replica, self.number, self.step = replica, number, step
-
-    def forward(self, input):
-        return self.step(self.replica, self.number, input)
 
 
 CALLED = {  # what a `parallel_apply` hands on in place of the replicas
@@ -112,7 +84,10 @@ class Wrapping:
     called, step = staticmethod(CALLED["modules"]), staticmethod(lambda replica, number, input: replica(input))
 
     def parallel_apply(self, replicas, inputs, kwargs):
-        calls = [Calling(replica, i, self.step) for i, replica in enumerate(replicas)]
+        calls = [
+            Net(lambda net, input: self.step(net.replica, net.number, input), replica=replica, number=i)
+            for i, replica in enumerate(replicas)
+        ]
         return super().parallel_apply(self.called(calls), inputs, kwargs)
 
 
@@ -129,7 +104,7 @@ class WrappingForward(WrappingSubclass):
         return self.gather(self.parallel_apply(replicas, inputs, None), self.output_device)
 
 
-class WrappingPatched(Wrapping, AnyDeviceDataParallel):
+class WrappingPatched(Wrapping, nn.DataParallel):
     pass
 
 
@@ -138,7 +113,7 @@ every_call = pytest.mark.parametrize("called", CALLED)
 
 
 def wrapping(cls, module, devices, called):
-    parallel = patch_replication_callback(cls(module, devices))
+    parallel = patch_replication_callback(of_class(cls, module, devices))
     parallel.called = CALLED[called]
     return parallel
 
@@ -216,7 +191,7 @@ COPIES = {"itself": lambda parallel: parallel, "copy": copy.deepcopy, "pickle": 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("cls", [Replicating, Reducing, Copying])
+@pytest.mark.parametrize("cls", [Balanced, Replicating, Reducing, Copying])
 def test_patched_wrapper_and_its_copies_synchronize_whatever_the_class_defines(cls, how):
     plain, ours = twins(nn.BatchNorm1d(3).double(), ["cpu"] * 2)
     parallel = COPIES[how](patch_replication_callback(cls(ours.module, 2)))
@@ -224,21 +199,23 @@ def test_patched_wrapper_and_its_copies_synchronize_whatever_the_class_defines(c
     assert_same_step(plain, parallel, doubles(6, 3))
 
 
-def test_object_is_patched_once_and_takes_options_that_are_given():
-    for parallel in (
-        DataParallelWithCallback(nn.Linear(2, 2), ["cpu"] * 2, timeout=7.0),
-        TorchStyle(nn.Linear(2, 2), 2),
-    ):
-        patch_replication_callback(parallel, timeout=7.0)
-        cls = type(parallel)
-        patch_replication_callback(parallel, in_dims={"input": 0})
-        assert type(parallel) is cls
-        assert parallel._sync_timeout == 7.0
-        patch_replication_callback(parallel, timeout=5)
-        assert (parallel._sync_timeout, parallel._sync_in_dims) == (5.0, {"input": 0})
-        with pytest.raises(TypeError, match="timeout must be a number of seconds"):
-            patch_replication_callback(parallel, timeout="8")
-        assert parallel._sync_timeout == 5.0
+@pytest.mark.parametrize(
+    "make", [lambda net: DataParallelWithCallback(net, ["cpu"] * 2), lambda net: TorchStyle(net, 2)]
+)
+def test_object_is_patched_once_and_takes_options_that_are_given(make):
+    event, x = threading.Event(), torch.arange(4.0).view(4, 1)
+    net = Net(lambda net, x: (x[0, 0] or event.wait(0.3), net.bn(x))[1], bn=convert_model(nn.BatchNorm1d(1)))
+    parallel = patch_replication_callback(make(net), timeout=0.1)
+    cls = type(parallel)
+    assert type(patch_replication_callback(parallel)) is cls
+    with pytest.raises(TypeError, match="timeout must be a number of seconds"):
+        patch_replication_callback(parallel, timeout="8")
+    with pytest.raises(ReplicaSyncError, match=r"within 0\.1 seconds"):
+        parallel(x)
+    patch_replication_callback(parallel, timeout=5)
+    parallel(x)
+    for options in ({"in_dims": {"args": 0}}, {"timeout": 5}):
+        assert "in_dims={'args': 0}" in repr(patch_replication_callback(parallel, **options))
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), "5", True])
@@ -253,16 +230,15 @@ def test_timeouts_that_are_no_numbers_or_out_of_range_are_refused(timeout):
 NO_LIST = "expected a list with the replicas of one module, but got"
 
 
-@pytest.mark.parametrize(
-    ("modules", "kind", "text"),
-    [
-        ([], ValueError, r"expected the replicas of a module, but got an empty list; pass what replicate\(\) returns"),
-        (None, TypeError, rf"{NO_LIST} NoneType; pass what replicate\(\)"),
-        (nn.Sequential(nn.Identity()), TypeError, f"{NO_LIST} Sequential"),
-        ([nn.Identity(), 1], TypeError, f"{NO_LIST} a list with int"),
-    ],
-    ids=["empty", "none", "module", "number"],
-)
+NO_REPLICAS = {
+    "empty": ([], ValueError, r"expected the replicas of a module, but got an empty list; pass what replicate\(\)"),
+    "none": (None, TypeError, rf"{NO_LIST} NoneType; pass what replicate\(\)"),
+    "module": (nn.Sequential(nn.Identity()), TypeError, f"{NO_LIST} Sequential"),
+    "number": ([nn.Identity(), 1], TypeError, f"{NO_LIST} a list with int"),
+}
+
+
+@pytest.mark.parametrize(("modules", "kind", "text"), NO_REPLICAS.values(), ids=NO_REPLICAS)
 def test_callbacks_of_what_are_no_replicas_are_refused(modules, kind, text):
     with pytest.raises(kind, match=f"^{text}"):
         execute_replication_callbacks(modules)

@@ -1,4 +1,4 @@
-"""The wrapper is a `DataParallel`: its buffers, chunks, hooks and state."""
+"""The wrapper is a `DataParallel`: buffers, devices, hooks, attributes, errors and copies."""
 
 import copy
 import pickle
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import device_lists
-from helpers import Net, TwoLayers, assert_equal, assert_same_step, doubles, twins
+from conftest import CUDA_COUNT, device_lists, needs_two_gpus
+from helpers import Named, Net, TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles, twins
+from scripted import TorchStyle, of_class
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,7 +26,7 @@ from sync_batchnorm import (
     revert_model,
     sync_moments,
 )
-from sync_batchnorm.wrapper.data_parallel import AnyDeviceDataParallel
+from sync_batchnorm.wrapper.devices import check_transfers
 
 
 @pytest.mark.smoke
@@ -63,7 +64,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "patch": (
         lambda: patch_replication_callback(OF_TWO.module),
         TypeError,
-        r"nn.DataParallel, got torch\.nn\.modules\.linear\.Identity; \(1\) if that is a wrapper, derive its class from",
+        r"got torch\.nn\..*Identity; \(1\) if that",
     ),
     "convert": (lambda: convert_model([nn.Identity()]), TypeError, "a torch.nn.Module, but got list; pass the model"),
     "revert": (lambda: revert_model(None), TypeError, "a torch.nn.Module, but got NoneType; pass the model itself"),
@@ -97,26 +98,24 @@ def test_tracing_is_refused_before_anything_runs(devices, rows):
     plain, parallel = twins(TwoLayers().double(), devices)
     input = doubles(rows, 3, 6, 6, devices=devices)
     inside = Net(lambda net, input: net.parallel(input), parallel=parallel)
-    for module in (parallel, inside, patch_replication_callback(Wrapper(parallel.module, devices))):
+    for module in (parallel, inside, patch_replication_callback(of_class(Wrapper, parallel.module, devices))):
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"outside torch.jit.trace.*; trace parallel.module"):
             torch.jit.trace(module, input)
     assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=devices))
 
 
-class Wrapper(AnyDeviceDataParallel):
+class Wrapper(nn.DataParallel):
     """A subclass that is patched."""
 
 
-class Backbone(nn.Module):
+class Backbone(nn.Linear):
     """Has an attribute of every kind."""
 
     kind = "class"
 
     def __init__(self):
-        super().__init__()
-        self.body, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
-        self.register_buffer("mean", torch.ones(2))
-        self.number = 3
+        super().__init__(2, 2)
+        self.body, self.mean, self.number = nn.ReLU(), nn.Buffer(torch.ones(2)), 3
 
     @property
     def costly(self):
@@ -125,18 +124,15 @@ class Backbone(nn.Module):
     def encode(self, input):
         return input
 
-    def forward(self, input):
-        return self.body(input) * self.scale
-
 
 WRAPS = {
     "ours": lambda module: DataParallelWithCallback(module, ["cpu"] * 2),
-    "patched": lambda module: patch_replication_callback(Wrapper(module, ["cpu"] * 2)),
+    "patched": lambda module: patch_replication_callback(of_class(Wrapper, module, ["cpu"] * 2)),
 }
 
 
 @pytest.mark.parametrize("way", WRAPS)
-@pytest.mark.parametrize("name", ["body", "scale", "mean", "number", "kind", "costly", "encode"])
+@pytest.mark.parametrize("name", ["body", "weight", "mean", "number", "kind", "costly", "encode"])
 def test_attribute_of_the_module_is_hinted_at(way, name):
     parallel = WRAPS[way](Backbone())
     message = f"object has no attribute '{name}'; the module has it: parallel.module.{name}$"
@@ -181,20 +177,6 @@ def test_single_chunk_runs_the_module_itself(monkeypatch):
     assert_same_step(plain, parallel, doubles(1, 3, 2))
 
 
-def test_hooks_run_once_a_replica_with_its_chunk(devices):
-    _, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), devices)
-    seen = []
-    layer = parallel.module[1]
-    layer.register_forward_pre_hook(lambda _, args: seen.append(("before", len(args[0]))))
-    layer.register_forward_hook(lambda _, args, output: seen.append(("after", len(output))))
-    layer.register_full_backward_hook(lambda _, grad_input, grad: seen.append(("gradient", len(grad[0]))))
-    parallel.register_forward_hook(lambda _, args, output: seen.append(("wrapper", len(output))))
-    output = parallel(doubles(5, 3, devices=devices))
-    output.backward(torch.randn_like(output))
-    chunks = [(name, rows) for name in ("after", "before", "gradient") for rows in (2, 3)]
-    assert sorted(seen) == [*chunks, ("wrapper", 5)]
-
-
 @pytest.mark.parametrize("devices", device_lists(4))
 def test_one_module_serves_several_wrappers_in_turn(devices):
     plain, parallel = twins(TwoLayers().double(), devices)
@@ -212,3 +194,118 @@ def test_keyword_arguments_may_have_any_names():
     names = ("input", "inputs", "kwargs", "module", "replicas", "device_ids")
     given = {name: doubles(5, 3) for name in names}
     assert_equal(parallel(**given), plain(**given))
+
+
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=str)
+def test_errors_name_the_replica_and_show_its_traceback(devices, failing):
+    def forward(net, number):
+        if int(number) in failing:
+            raise KeyError("no such key")
+
+    first, *_ = of_replicas = as_devices(devices)
+    with pytest.raises(KeyError, match="no such key") as caught:
+        DataParallelWithCallback(Net(forward), devices)(torch.arange(2, device=first))
+    (note,) = caught.value.__notes__
+    who = f"replica {min(failing)} on device {of_replicas[min(failing)]}"
+    cut = "The wrapper cut along dimension 0, as in_dims names no other: args[0] of shape (2,) into 1 + 1."
+    assert note.startswith(f"Caught KeyError in {who}.\n{cut}\nTraceback (most recent call last):\n")
+    assert 'raise KeyError("no such key")' in note
+
+
+def test_errors_say_how_tensors_were_cut_that_in_dims_does_not_name():
+    x, more, notes = torch.randn(5, 4), [torch.randn(3, 7)] * 6, []
+    net = Named(lambda net, image, **others: net.linear(image), linear=nn.Linear(2, 2))
+    for in_dims, given in (({"image": 0}, [x] * 6), ({"image": 0, "more": None}, more)):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+            DataParallelWithCallback(net, ["cpu"] * 2, in_dims=in_dims)(x, more=given)
+        notes += caught.value.__notes__
+    shown = ", ".join([f"more[{i}] of shape (5, 4) into 3 + 2" for i in range(4)])
+    assert f"\nThe wrapper cut along dimension 0, as in_dims names no other: {shown}, and 2 more tensors.\n" in notes[0]
+    assert "The wrapper cut" not in notes[1]
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("devices", [[0, 0, 1], [1, 0, 1, 0]], ids=str)
+def test_some_replicas_may_share_a_gpu(devices):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    assert_same_step(plain, parallel, doubles(8, 3, 6, 6, devices=devices))
+
+
+def test_without_accelerator_and_devices_the_module_runs_directly(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    plain, parallel = TwoLayers(), DataParallelWithCallback(TwoLayers(), [])
+    parallel.module.load_state_dict(plain.state_dict())
+    assert_equal(parallel(torch.ones(2, 3, 6, 6)), plain(torch.ones(2, 3, 6, 6)))
+    assert (parallel.device_ids, parallel.dim) == ([], 0)
+
+
+@pytest.mark.parametrize("output_device", [None, "second", -1, "cpu", torch.device("cpu")], ids=repr)
+def test_outputs_are_gathered_on_the_output_device_in_every_spelling(devices, output_device):
+    first, second = as_devices(devices)
+    module, data = nn.Linear(3, 2).to(first), torch.randn(4, 3, device=first)
+    given = devices[1] if output_device == "second" else output_device
+    output = DataParallelWithCallback(module, devices, given)(data)
+    assert output.device == {None: first, "second": second}.get(output_device, torch.device("cpu"))
+    assert_equal(output.cpu(), module(data).cpu())
+    if are_distinct_gpus(devices) and output_device == -1:  # as torch spells it
+        assert_equal(patch_replication_callback(nn.DataParallel(module, devices, -1))(data), module(data).cpu())
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)], ids=repr)
+def test_cpu_has_one_name(name):
+    plain, parallel = twins(TwoLayers().double(), ["cpu", "cpu"])
+    parallel = DataParallelWithCallback(parallel.module, [name, "cpu"])
+    assert_same_step(plain, parallel, doubles(4, 3, 6, 6))
+    assert DataParallelWithCallback(nn.Identity(), ["cuda"] * 2).device_ids == [torch.device("cuda", 0)] * 2
+
+
+def losing_copies(source, target):
+    """Return a `Tensor.to` whose copies from one device to another leave zeros."""
+    right = torch.Tensor.to
+
+    def to(self, *args, **kwargs):
+        copied = right(self, *args, **kwargs)
+        return copied.zero_() if (self.device.index, copied.device.index) == (source, target) else copied
+
+    return to
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0)], ids=str)
+def test_copies_that_lose_data_are_refused_before_the_first_forward(pair, monkeypatch):
+    check_transfers.cache_clear()
+    parallel = DataParallelWithCallback(convert_model(nn.BatchNorm1d(3)).cuda(), [0, 1])
+    before = copy.deepcopy(parallel.state_dict())
+    with monkeypatch.context() as faulty:
+        faulty.setattr(torch.Tensor, "to", losing_copies(*pair))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"a copy from cuda:{pair[0]} to cuda:{pair[1]} does not arrive"):
+                parallel(torch.randn(4, 3, device="cuda"))
+    for name, value in parallel.state_dict().items():
+        assert torch.equal(value, before[name])
+    parallel(torch.randn(4, 3, device="cuda"))
+
+
+@pytest.mark.skipif(CUDA_COUNT > 0, reason="for machines without a GPU")
+@pytest.mark.parametrize("ids", [[0, 0], [0, 1]], ids=str)
+def test_patched_wrapper_of_gpus_runs_in_a_test_without_any_if_it_replaces_the_steps_on_devices(ids):
+    class OnCpu(TorchStyle):
+        """As somebody's test replaces what needs a GPU."""
+
+        forward = nn.DataParallel.forward
+
+        def scatter(self, inputs, kwargs, device_ids):
+            chunks = [(chunk,) for chunk in inputs[0].chunk(len(device_ids))]
+            return chunks, [kwargs] * len(chunks)
+
+        def replicate(self, module, device_ids):
+            return super().replicate(module, ["cpu"] * len(device_ids))
+
+        def gather(self, outputs, output_device):
+            return torch.cat(outputs)
+
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    parallel = OnCpu(convert_model(copy.deepcopy(plain)), 2)
+    parallel.device_ids = ids
+    patch_replication_callback(parallel)
+    assert_same_step(plain, parallel, doubles(5, 3))

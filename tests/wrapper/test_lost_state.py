@@ -7,30 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Net, as_devices
+from helpers import Net, Numbered, as_devices
 from scripted import WRAPPERS, R
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
-from sync_batchnorm.current_replica import current_run
 
 
-class Counting(nn.Module):
+class Counting(Numbered):
     """A module with every kind of state; `assign` is what its forward does with it."""
 
     def __init__(self, assign: Any) -> None:
-        super().__init__()
-        self.assign, self.bn = assign, SynchronizedBatchNorm1d(3)
-        self.step, self.rate, self.phase, self.is_warm, self.size, self.seen = 0, 0.5, "a", False, None, {}
-        self.best = math.nan
-        self.register_buffer("ema", torch.zeros(3))
+        state = {"step": 0, "rate": 0.5, "phase": "a", "is_warm": False, "size": None, "seen": {}, "best": math.nan}
+        buffers = {"ema": nn.Buffer(torch.zeros(3)), "count": nn.Buffer(torch.zeros((), dtype=torch.long))}
+        super().__init__(forward, assign=assign, bn=SynchronizedBatchNorm1d(3), **state, **buffers)
         self.register_buffer("mask", None)
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
 
-    def forward(self, input: Tensor) -> Tensor:
-        output = self.bn(input)
-        self.assign(self, output)
-        return output
+
+def forward(net: Any, input: Tensor) -> Tensor:
+    output = net.bn(input)
+    net.assign(net, output)
+    return output
 
 
 def steps(parallel: nn.DataParallel, devices: Any, number: int = 3, backward: bool = True) -> list[str]:
@@ -132,19 +129,13 @@ def test_what_is_made_in_a_forward_pass_is_named_once_with_its_remedies(devices,
 @pytest.mark.parametrize(("replica", "number"), [(0, 1), (1, 0)])
 def test_what_replica_0_sets_is_named_alone(devices, replica, number):
     def assign(net: Any, output: Tensor) -> None:
-        net.step += current_run().number == replica
+        net.step += net.number == replica
 
     assert len(warned(assign, devices)) == number
 
 
 def test_activations_caches_and_changes_in_place_are_not_named(devices):
     assert warned(keep, devices) == []
-
-
-@pytest.mark.parametrize("way", ["wrapper", "patched", "own-parallel_apply"])
-def test_lost_state_is_named_in_every_wrapper(way):
-    (text,) = steps(WRAPPERS[way](Counting(count)), ["cpu"] * R)
-    assert text.startswith(f"{UNLESS} Counting set step (from 0 to 1), rate (from 0.5 to 0.1), phase")
 
 
 def test_number_that_changes_in_another_way_in_each_forward_pass_is_named_once(devices):
@@ -182,23 +173,19 @@ def test_forward_passes_in_eval_mode_are_not_looked_at():
     assert "step" in text
 
 
-class Hooked(nn.Module):
-    """Has a hook of a layer that sets what is in `values` of the model, and a forward that reads the first of it."""
+class Hooked(Net):
+    """Has a hook of a layer that does with the model, and an output or gradient, what `values` does."""
 
     def __init__(self, kind: str, values: Any) -> None:
-        super().__init__()
-        self.bn, self.kept, self.count, self.seen, self.calls = SynchronizedBatchNorm1d(3), None, 0, {}, []
-        self.scale = nn.Parameter(torch.ones(3))
+        state = {"kept": None, "count": 0, "seen": {}, "calls": [], "scale": nn.Parameter(torch.ones(3))}
+        # PyTorch warns of a backward hook where no input requires a gradient.
+        super().__init__(lambda net, x: net.bn(net.scale * x), bn=SynchronizedBatchNorm1d(3), values=values, **state)
         self.register_buffer("norm", None)
-        self.values, hook = values, self.method if "method" in kind else lambda *args: self.method(*args)
         register = self.bn.register_full_backward_hook if "backward" in kind else self.bn.register_forward_hook
-        register(hook)
+        register(self.method if "method" in kind else lambda *args: self.method(*args))
 
     def method(self, module: nn.Module, before: Any, after: Any) -> None:
         self.values(self, after[0] if isinstance(after, tuple) else after)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.bn(self.scale * input)  # PyTorch warns of a backward hook where no input requires a gradient.
 
 
 def keep_on_model(net: Any, output: Tensor) -> None:
@@ -227,7 +214,9 @@ def test_what_a_hook_sets_on_the_model_is_named_once(devices, run, kind):
 
 
 @pytest.mark.parametrize("way", ["wrapper", "patched", "own-parallel_apply"])
-def test_what_a_hook_sets_on_the_model_is_named_in_every_wrapper(way):
+def test_what_is_lost_and_what_a_hook_sets_are_named_in_every_wrapper(way):
+    (text,) = steps(WRAPPERS[way](Counting(count)), ["cpu"] * R)
+    assert text.startswith(f"{UNLESS} Counting set step (from 0 to 1), rate (from 0.5 to 0.1), phase")
     text, _ = steps(WRAPPERS[way](Hooked("method", keep_on_model)), ["cpu"] * R)
     assert text.startswith(ON_MODEL.format("count"))
 

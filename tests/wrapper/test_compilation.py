@@ -4,6 +4,7 @@ import subprocess
 import sys
 import warnings
 from importlib.util import find_spec
+from types import MethodType
 
 import pytest
 import torch
@@ -147,22 +148,10 @@ assert "torch._dynamo" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-class Scaling(nn.Module):
-    """Compiles a layer that has a hook, which is a method."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
-        self.conv.register_forward_hook(self.scale)
-
-    def scale(self, module, args, output):
-        return output * self.bn.weight.sum()
-
-    def forward(self, input):
-        return self.bn(torch.compile(self.conv, backend="eager", fullgraph=True)(input))
-
-
 def test_hook_that_is_a_method_is_compiled_with_its_layer():
-    plain, parallel = replicas(Scaling().double())
+    net = body(lambda net, x: net.bn(torch.compile(net.conv, backend="eager", fullgraph=True)(x)))
+    scale = MethodType(lambda net, module, args, output: output * net.bn.weight.sum(), net)
+    net.conv.register_forward_hook(scale)
+    plain, parallel = replicas(net.double())
     for _ in range(2):
         assert_same_step(plain, parallel, doubles(6, 3, 2, 2))
