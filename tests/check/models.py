@@ -8,7 +8,6 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
 
 import pytest
 import torch
@@ -30,11 +29,8 @@ WARNINGS_OF_TORCH = ("Calling .zero_grad", "The .grad attribute", "Full backward
 def assert_names(text, model, *inputs, never=(), **options):
     """Check that the check fails with this message, in which "..." stands for any text and "$" for its end.
 
-    Args:
-        text: the message, or a part of it.
-        model: the model, a function that builds it, or a forward.
-        inputs, options: of the check; `BATCH` if there are none.
-        never: a text, or several, that the message must not have.
+    The model may be one, or anything that `built` takes. The input is `BATCH`, unless there are others. `never` is a
+    text, or several, that the message must not have.
     """
     with warnings.catch_warnings():
         for warning in WARNINGS_OF_TORCH:
@@ -80,10 +76,6 @@ class Result:
 @dataclass
 class Batch:
     x: torch.Tensor
-
-
-class DropPath(Net):
-    """A copy of the class of timm, as many projects have one."""
 
 
 class MeanInBackward(torch.autograd.Function):
@@ -159,36 +151,10 @@ def gated(inside):
     return Net(forward, inside=inside, **layers)
 
 
-def residual(scale, *branch):
-    """Return a residual block whose branch has a last scale."""
-
-    def forward(self, x):
-        return x + self.scale * self.branch(x)
-
-    return Net(forward, branch=nn.Sequential(*branch), scale=nn.Parameter(torch.full((1,), scale)))
-
-
 def views(*inside):
     """Return a net that runs two views of each sample in one batch."""
     layers = nn.Sequential(nn.Linear(6, 8), *inside, nn.ReLU(), nn.Linear(8, 4))
     return Net(lambda self, x: self.net(torch.cat([x, x + 1])).chunk(2), net=layers)
-
-
-def around_norm(forward):
-    """Return a net with a norm between two other layers."""
-    layers = {"first": nn.Linear(6, 8), "norm": nn.BatchNorm1d(8), "last": nn.Linear(8, 3)}
-    return convert_model(Net(forward, **layers))
-
-
-def before_norm(function):
-    """Return a net that does something in its own forward, before a norm."""
-    return around_norm(lambda self, x: self.last(self.norm(function(self.first(x)))))
-
-
-def between(function):
-    """Return a net for images, with a module between others that are right."""
-    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Apply(function), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3)]
-    return convert_model(nn.Sequential(*layers))
 
 
 def with_norm(forward, synchronized=None):
@@ -212,13 +178,6 @@ def of_class(forward, **attributes):
     model = type("Hooked", (nn.Module,), {"forward": forward})()
     for name, value in {"net": nn.Linear(6, 6), **attributes}.items():
         setattr(model, name, value)
-    return model
-
-
-def hooked(hook, forward, kind="forward_hook", **attributes):
-    """Return a net with a hook that is its method."""
-    model = of_class(forward, **attributes)
-    with_hook(model.net, MethodType(hook, model), kind)
     return model
 
 

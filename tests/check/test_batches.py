@@ -134,9 +134,6 @@ def test_a_loss_of_images_that_are_padded_within_their_chunk_is_one_of_padding()
     assert_names(text, parallel, images, never="divide outside")
 
 
-# Notes.
-
-
 def test_what_the_wrapper_warns_of_is_a_note_of_an_error():
     with pytest.raises(AssertionError) as caught:
         assert_matches_one_device(Apply(multiply), BATCH[:4], [{"number": torch.ones(8) * i} for i in range(4)])
@@ -156,25 +153,18 @@ def test_a_check_keeps_no_warning_of_another_thread_and_gets_none():
 
 
 FEATURES = {}
+FILLED = {  # a hook that fills a dict
+    "closure": lambda features: lambda module, args, output: features.update(net=output),
+    "default": lambda features: lambda module, args, output, features=features: features.update(net=output),
+    "global": lambda features: lambda module, args, output: FEATURES.update(net=output),
+}
 
 
-def filled_by_closure(features):
-    return lambda module, args, output: features.update(net=output)
-
-
-def filled_by_default(features):
-    return lambda module, args, output, features=features: features.update(net=output)
-
-
-def filled_by_name(features):
-    return lambda module, args, output: FEATURES.update(net=output)
-
-
-@pytest.mark.parametrize("filled", [filled_by_closure, filled_by_default, filled_by_name])
-def test_a_hook_that_fills_a_dict_that_is_an_attribute_too_is_named(filled):
+@pytest.mark.parametrize("kind", FILLED)
+def test_a_hook_that_fills_a_dict_that_is_an_attribute_too_is_named(kind):
     FEATURES.clear()
     model = of_class(lambda self, x: (self.net(x), self.features["net"] * 2)[1], features=FEATURES)
-    with_hook(model.net, filled(FEATURES))
+    with_hook(model.net, FILLED[kind](FEATURES))
     with pytest.raises(KeyError) as caught:
         assert_matches_one_device(model, BATCH)
     assert re.search(r"hooks that refer to the model.*of net \(features\)", caught.value.__notes__[1])
@@ -182,24 +172,12 @@ def test_a_hook_that_fills_a_dict_that_is_an_attribute_too_is_named(filled):
     assert_names("outputs differ; hooks that refer to the model...of net (features)", model, never="shape")
 
 
-# Dtypes.
-
-
-class OnlyFloat32(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        if x.dtype != torch.float32:
-            raise NotImplementedError("'only' not implemented for 'Double'")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 def test_an_operator_without_float64_is_checked_in_float32():
-    right = convert_model(Apply(lambda self, x: self.parts[0](OnlyFloat32.apply(x)), nn.BatchNorm1d(6)))
-    with pytest.raises(NotImplementedError) as caught:
+    def forward(self, x):
+        return self.parts[0](x if x.dtype == torch.float32 else float("only float32"))
+
+    right = convert_model(Apply(forward, nn.BatchNorm1d(6)))
+    with pytest.raises(ValueError, match="only float32") as caught:
         assert_matches_one_device(right, BATCH)
     (note,) = caught.value.__notes__
     where = "This is from a copy of the model on one device: on the CPU, in float64"

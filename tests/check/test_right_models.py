@@ -52,10 +52,6 @@ def drop(self, x):
     return F.dropout(self.parts[0](x)) + torch.dropout(attention, 0.5, True) + sequence
 
 
-def clamp(self, x):
-    return self.w.data.clamp_(0) * x
-
-
 def drop_in_other_words(self, x):
     kept, _ = torch.native_dropout(x, 0.5, True)
     y = torch.dropout(input=x, p=0.5, train=True) + kept + F.alpha_dropout(x, training=True)
@@ -109,18 +105,8 @@ def rotate(self, x):
     return torch.view_as_real(torch.view_as_complex(x.reshape(-1, 3, 2)) * self.factors).flatten(1)
 
 
-def rotations():
-    return torch.polar(torch.ones(3), torch.tensor([0.1, 1.0, 2.0]))
-
-
-def fill_table(self, x):
-    if self.table is None:
-        self.table = torch.arange(x.shape[1])
-    return x + self.table
-
-
 def grow_table(self, x):
-    if len(self.table) < len(x):
+    if self.table is None or len(self.table) < len(x):
         self.table = torch.arange(len(x))
     return x + 0 * self.table[: len(x), None]
 
@@ -208,6 +194,7 @@ def right(model, *inputs, **options):
 
 EMBEDDED = torch.arange(8) % 5
 SQUARE = BATCH.T @ BATCH
+ROTATIONS = torch.polar(torch.ones(3), torch.tensor([0.1, 1.0, 2.0]))
 
 RIGHT = {
     # Dropout, which is switched off
@@ -231,9 +218,10 @@ RIGHT = {
     "float32 target": right(lambda: nn.Linear(6, 6), loss=lambda output: F.mse_loss(output, BATCH)),
     "complex": right(lambda self, x: torch.fft.rfft(x)),
     "complex input": right(stay_complex, torch.complex(BATCH, BATCH)),
-    "complex parameter": right(lambda: Net(rotate, factors=nn.Parameter(rotations()))),
-    "complex buffer": right(lambda: Net(rotate, factors=nn.Buffer(rotations()))),
+    "complex parameter": right(lambda: Net(rotate, factors=nn.Parameter(ROTATIONS))),
+    "complex buffer": right(lambda: Net(rotate, factors=nn.Buffer(ROTATIONS))),
     "integers": right(lambda: nn.Embedding(9, 3, sparse=True), EMBEDDED, replicas=3),
+    "weight that is renormalized": right(lambda: nn.Embedding(9, 3, max_norm=0.1), EMBEDDED),
     "large values": right(
         lambda: nn.Sequential(convert_model(nn.BatchNorm2d(3)), Apply(lambda self, x: x * 1e9)), IMAGES
     ),
@@ -266,15 +254,13 @@ RIGHT = {
     "attributes that agree": right(attributes_that_agree),
     "attributes of parameters": right(tagged),
     "sizes that each forward sets": right(swin),
-    "table filled in the first forward": right(lambda: Net(fill_table, table=None)),
+    "table filled in the first forward": right(lambda: Net(grow_table, table=None)),
     "growing table": right(lambda: Net(grow_table, table=torch.arange(1))),
     "number that is counted": right(lambda: Net(lambda self, x: setattr(self, "n", self.n + len(x)) or x * 1, n=0)),
     "buffer that each forward writes": right(
         lambda: Apply(lambda self, x: (self.last.copy_(x.detach().mean()), x * 1)[1], last=0.0)
     ),
-    "parameters changed alike": right(
-        lambda: nn.Sequential(nn.Embedding(9, 3, max_norm=0.1), Net(clamp, w=nn.Parameter(-torch.ones(3)))), EMBEDDED
-    ),
+    "parameter changed alike": right(Net(lambda self, x: self.w.data.clamp_(0) * x, w=nn.Parameter(-torch.ones(6)))),
     "mode that forward sets": right(
         lambda: Net(lambda self, x: self.bn.eval()(x), bn=convert_model(nn.BatchNorm1d(6)))
     ),

@@ -21,8 +21,6 @@ from sync_batchnorm import (
     patch_replication_callback,
 )
 
-MIX = "begins with `x.mean(0)`"
-
 
 class Uncopied(nn.Linear):
     def __deepcopy__(self, memo):
@@ -31,9 +29,6 @@ class Uncopied(nn.Linear):
 
 def norm_or_mix(is_right, forward=lambda self, x: self.parts[0](x)):
     return convert_model(Apply(forward, nn.BatchNorm1d(6) if is_right else Apply(mix)))
-
-
-# The number of replicas, and the model around a wrapper.
 
 
 @pytest.mark.parametrize("number", [4, 3])
@@ -75,7 +70,7 @@ def test_what_stands_outside_of_a_wrapper_gets_the_whole_batch(head):
 
 def test_a_fault_in_a_wrapper_that_a_model_contains_is_named():
     model = headed([Apply(mix)], nn.Linear(4, 2))
-    assert_names(f"output of backbone.module.1 (Apply), ...{MIX}", model, VECTORS[:3])
+    assert_names("output of backbone.module.1 (Apply), ...begins with `x.mean(0)`", model, VECTORS[:3])
     assert model.backbone.device_ids == [torch.device("cpu")] * 2
     counting = Apply(lambda self, x: setattr(self, "n", getattr(self, "n", 0) + 1) or x * self.n)
     model = headed([nn.Tanh(), counting], nn.Linear(4, 2))
@@ -102,9 +97,6 @@ def test_of_wrappers_in_each_other_the_outermost_one_makes_the_replicas():
     assert_matches_one_device(wrapped(nn.Sequential(nn.Linear(3, 4), inside)), VECTORS[:3])
     wrong = headed([inside, Apply(mix)], nn.BatchNorm1d(4))
     assert_names("output of backbone.module.2 (Apply)", wrong, VECTORS[:3])
-
-
-# Scatter.
 
 
 def in_dicts(self, inputs, kwargs, device_ids):
@@ -194,9 +186,6 @@ def test_a_scatter_that_was_set_on_the_object_is_that_of_the_check(is_bound):
     assert seen == [[5.0], [5.0], [3.0], [1.0]] * 3  # passes
     assert parallel not in called_on
     assert (other in called_on) == (not is_bound)
-
-
-# Gather, and the loss.
 
 
 OF_TORCH = {
@@ -291,9 +280,6 @@ def test_without_a_loss_the_numbers_are_those_that_the_module_returns():
     assert_names(f"one device returns {expected:.5g}"[:-2], convert_model(model))
 
 
-# Forward.
-
-
 @pytest.mark.parametrize("word", ["mode", "replica", "module", "name", "args", "inputs", "wrapper", "number", "index"])
 def test_forward_gets_keywords_of_any_name(word):
     namespace = {}
@@ -326,9 +312,6 @@ def test_a_wrapper_keeps_its_attributes_and_modules_in_the_check():
     parallel = wrapper_with(nn.Linear(6, 6), forward=forward, factor=2)
     parallel.head, parallel.factor = nn.Linear(6, 2).double(), 3
     assert_matches_one_device(parallel, BATCH)
-
-
-# Errors.
 
 
 def test_errors_of_replicas_have_the_names_of_the_model():
