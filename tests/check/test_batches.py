@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.nn.functional as F
+from checked import BATCH, Apply, assert_names, average_gradient, mix, of_class, quietly, with_hook, wrapped
 from helpers import Net
-from models import BATCH, Apply, assert_names, average_gradient, mix, of_class, quietly, with_hook, wrapped
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, assert_matches_one_device, convert_model

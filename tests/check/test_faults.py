@@ -15,9 +15,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import first_in_smoke
-from helpers import Net
-from models import (
+from checked import (
     BATCH,
     IMAGES,
     VECTORS,
@@ -45,6 +43,8 @@ from models import (
     with_norm,
     wrapped,
 )
+from conftest import first_in_smoke
+from helpers import Net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -518,7 +518,7 @@ FAULTS = {
     ),
     "beside a backward hook": fault(
         nn.Sequential(with_hook(Apply(mix), lambda *_: None, "full_backward_hook")),
-        f"of 0 (Apply)...{LINE}x.mean(0)` (models.py, line {mix.__code__.co_firstlineno + 1}, in mix)$",
+        f"of 0 (Apply)...{LINE}x.mean(0)` (checked.py, line {mix.__code__.co_firstlineno + 1}, in mix)$",
     ),
     "hook of a module": fault(
         lambda: behind(with_hook(nn.ReLU(), lambda module, args, y: y - y.mean(0))), f"of 1 (ReLU)...{LINE}y.mean(0)`"
@@ -557,10 +557,12 @@ FAULTS = {
     ),
     "one of a list of outputs": fault(
         nn.Sequential(Apply(lambda self, x: mix(self, x).unbind()), Apply(lambda self, x: torch.stack(x))),
-        f"first difference: output[0] of 0 (Apply), in replica 0, by...{LINE}x.mean(0)` (models.py",
+        f"first difference: output[0] of 0 (Apply), in replica 0, by...{LINE}x.mean(0)` (checked.py",
     ),
     # No line is certain.
     "module of torch": fault(lambda: behind(nn.Softmax(0)), f"output of 1 (Softmax)...{OTHERS}", never=LINE),
+    "module of torch alone": fault(nn.Softmax(0), OTHERS, never="line", loss=lambda output: output.square().mean()),
+    "module of torch with a hook": fault(wrapped(with_hook(nn.Softmax(0), lambda *_: None)), OTHERS, never="line"),
     "script": fault(lambda self, x: SCRIPT(x), f"{ITSELF}...{OTHERS}", never=LINE),
     "in vmap": fault(lambda self, x: torch.vmap(lambda y: y - y.mean(), 1, 1)(x), f"{ITSELF}...{OTHERS}", never=LINE),
     "call of a module of torch": fault(
@@ -782,7 +784,7 @@ FAULTS = {
         never="forward() calls backward()",
     ),
     "Function that averages": differs(
-        f"parts.0...: its norm in replicas is 2.0 times that on one device; {LINE}grad / len(grad)` (models.py, line "
+        f"parts.0...: its norm in replicas is 2.0 times that on one device; {LINE}grad / len(grad)` (checked.py, line "
         f"{MeanInBackward.backward.__code__.co_firstlineno + 2}, in backward), which gets 2 in place of 4$",
         lambda: in_function(MeanInBackward.backward, 3),
         VECTORS,

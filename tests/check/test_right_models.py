@@ -14,9 +14,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FREE_THREADED, first_in_smoke
-from helpers import Net, anatomy
-from models import (
+from checked import (
     BATCH,
     IMAGES,
     VECTORS,
@@ -37,6 +35,8 @@ from models import (
     with_norm,
     wrapped,
 )
+from conftest import FREE_THREADED, first_in_smoke
+from helpers import Net, anatomy
 from torch import nn
 from torch.autograd import grad
 from torch.func import functional_call, jacrev, vmap

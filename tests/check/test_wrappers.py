@@ -8,8 +8,8 @@ from types import MethodType
 
 import pytest
 import torch
+from checked import BATCH, VECTORS, Apply, Batch, Result, assert_names, mean_square, mix, quietly, wrapped, wrapper_with
 from helpers import Net
-from models import BATCH, VECTORS, Apply, Batch, Result, assert_names, mean_square, mix, quietly, wrapped, wrapper_with
 from torch import nn
 from torch.nn.parallel import gather
 from torch.nn.parallel.scatter_gather import scatter_kwargs
