@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles
 from repository import PACKAGE, ROOT, copy_without_caches
-from scripted import TorchStyle, stock
+from scripted import TorchStyle, of_class
 from torch import nn
 
 import sync_batchnorm
@@ -199,10 +199,10 @@ CONNECTED = {
 @pytest.mark.smoke
 @pytest.mark.parametrize("way", CONNECTED)
 def test_data_parallel_that_is_connected_trains_as_on_one_device(way, devices):
-    devices = devices if are_distinct_gpus(devices) and way in ("patched", "converted") else ["cpu"]
+    devices = devices if are_distinct_gpus(devices) and way in ("patched", "converted") else ["cpu"] * 2
     plain = TwoLayers().double().to(as_devices(devices)[0])
     model = convert_model(copy.deepcopy(plain))
-    parallel = CONNECTED[way](stock(model) if devices == ["cpu"] else nn.DataParallel(model, devices))
+    parallel = CONNECTED[way](of_class(nn.DataParallel, model, devices))
     for _ in range(2):
         assert_same_step(plain, parallel, doubles(7, 3, 6, 6, devices=devices))
 
