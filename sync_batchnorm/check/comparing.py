@@ -163,6 +163,31 @@ def mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     return with_leaves(tree, iter([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(tree)]))
 
 
+def as_dicts(tree: Any, function: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """Convert a tree to nested dictionaries and apply a function to each tensor.
+
+    A slice becomes the dictionary of its start, stop and step.
+    """
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, PackedSequence):
+        return PackedSequence(function(tree.data), *tree[1:])
+    children = children_of((tree.start, tree.stop, tree.step) if isinstance(tree, slice) else tree)
+    return {key: as_dicts(child, function) for key, child in children.items()} if children else tree
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree, in order, with the tensors of packed sequences."""
+    tensors = list[Tensor]()
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    as_dicts(tree, note)
+    return tensors
+
+
 class RecordMode(CheckMode):
     """Record the inputs and outputs of each module call on one device."""
 
@@ -188,12 +213,12 @@ class RecordMode(CheckMode):
 
 
 class CompareMode(CheckMode):
-    """Compare each module call in a replica with its record from one device."""
+    """Compare each module call in replica `number` with its record from one device."""
 
     def __init__(self, one: RecordMode, number: int, rows: Sequence[Rows], model: nn.Module) -> None:
         super().__init__(one.dtype)
         self._one, self._number, self._rows, self._model = one, number, rows, model  # model: the copy with replicas
-        self.gets_other: ModuleCall | None = None  # first call whose inputs differ from one device
+        self.gets_other: ModuleCall | None = None  # first call with other inputs than on one device
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
         on_one = self._one.calls.get(call.key)
@@ -203,17 +228,14 @@ class CompareMode(CheckMode):
         self.gets_other = self.gets_other or (None if call.agrees else call)
 
     def end(self, call: ModuleCall, output: Any) -> None:
-        on_one = self._one.calls.get(call.key)
-        if on_one is None:
-            return
-        names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
-        for actual, right in compared(output, on_one.output, self._rows[self._number]):
-            if (by := gap(actual, right)) > call.gap:
-                call.gap, call.part, call.how = by, names[id(actual)], format_gap(by, actual, right)
-        call.module, call.number, call.arguments = None, self._number, call.arguments if call.gap else None
-        on_one.in_replicas.append(call)
-        if len(on_one.in_replicas) == len(self._rows) and not suspects_in(on_one, self._model):
-            del self._one.calls[call.key]
+        if on_one := self._one.calls.get(call.key):
+            pairs = compared(output, on_one.output, self._rows[self._number])
+            is_suspect = call.agrees and any(gap(*pair) for pair in pairs)
+            call.module, call.arguments = None, call.arguments if is_suspect else None
+            call.output = mapped(output, lambda tensor: tensor.detach().clone()) if is_suspect else None
+            on_one.in_replicas[self._number] = call
+            if len(on_one.in_replicas) == len(self._rows) and not suspects_in(on_one, self._model):
+                del self._one.calls[call.key]
 
 
 class PatchMode(CheckMode):
@@ -229,22 +251,33 @@ class PatchMode(CheckMode):
         return mapped(output, lambda actual: right.get(id(actual), actual)) if right else None
 
 
-def suspects_in(call: ModuleCall, model: nn.Module) -> list[ModuleCall]:
-    """Return the replicas' calls with correct inputs and a wrong output, ordered by replica.
+def contains_synchronized(module: nn.Module) -> bool:
+    """Return whether a module is or contains a layer that exchanges its statistics between replicas."""
+    return any(hasattr(child, "__data_parallel_replicate__") for child in module.modules())
 
-    The output of a synchronized layer depends on the inputs in all replicas. Such a call is a suspect only if they all
-    agree with one device.
+
+def suspects_in(call: ModuleCall, model: nn.Module) -> dict[int, ModuleCall]:
+    """Return the replicas' calls with right inputs and a wrong output, by the number of the replica.
+
+    The output of a synchronized layer depends on the inputs in all replicas. Such a call is a suspect only if the
+    inputs in all replicas agree with one device.
 
     Args:
-        call: the call on one device, with its counterparts in replicas.
-        model: the copy with replicas.
+        call: the call on one device, after the same call in all replicas.
+        model: the copy of the model with replicas.
     """
-    modules = model.get_submodule(call.key[0]).modules()
-    synchronizes = any(hasattr(module, "__data_parallel_replicate__") for module in modules)
-    if synchronizes and not all(other.agrees for other in call.in_replicas):
-        return []
+    synchronizes = contains_synchronized(model.get_submodule(call.key[0]))
+    if synchronizes and not all(other.agrees for other in call.in_replicas.values()):
+        return {}
     # Replicas end in any order.
-    return sorted([other for other in call.in_replicas if other.agrees and other.gap], key=lambda other: other.number)
+    return {number: other for number, other in sorted(call.in_replicas.items()) if other.output is not None}
+
+
+def describe_gap(output: Any, on_one: Any, rows: Rows) -> tuple[str, str]:
+    """Return the name of the tensor with the largest gap in a replica's output, and this gap in words."""
+    names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
+    actual, right = max(compared(output, on_one, rows), key=lambda pair: gap(*pair))
+    return names[id(actual)], format_gap(gap(actual, right), actual, right)
 
 
 def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:

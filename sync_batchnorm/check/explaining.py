@@ -20,9 +20,30 @@ from ..meeting import ReplicaSyncError
 from ..torch_private import BatchNormBase
 from ..trees import children_of, is_sequence_type, tensors_in
 from ..wrapper.hooks import hooks_of
-from .comparing import SCALARS, CompareMode, PatchMode, RecordMode, agree, compared, gap, numbers_of, suspects_in
-from .operations import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
-from .passes import IN_FORWARD, IN_PLACE, CheckConfig, Difference, FailsInReplicas, TwinRun, differences, scalars
+from .comparing import (
+    SCALARS,
+    CompareMode,
+    PatchMode,
+    RecordMode,
+    agree,
+    compared,
+    describe_gap,
+    gap,
+    numbers_of,
+    suspects_in,
+)
+from .lines import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
+from .passes import (
+    IN_FORWARD,
+    IN_PLACE,
+    CheckConfig,
+    Difference,
+    FailsInReplicas,
+    TwinRun,
+    cause_of,
+    differences,
+    scalars,
+)
 from .twin import CheckMode, ModuleCall, copied, shortened
 
 __all__: list[str] = []
@@ -89,17 +110,29 @@ class Investigation:
         note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used" if overridden else ""
         why = "" if evidence or (self._hooks and self._difference.name is None) else self._why()
         line = "" if why else self._line_of_gradient()
-        what += "" if why or line or self._hooks else self._difference.look
+        what += "" if why or line or self._hooks else self._where_to_look()
         return [what, self._hooks, line, *evidence, self._rows(), note, why, self._state() or self._calls()]
 
     def _why(self) -> str:
         """Return the cause of the difference for the caller, if it is certain."""
-        kind, name, why = self._difference.kind, self._difference.name, self._difference.why
+        kind, name = self._difference[:2]
+        why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
         # Synchronized layers update their buffers from the whole batch. A custom `gather` that returns a list gives
         # `loss` another argument than on one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
+
+    def _where_to_look(self) -> str:
+        """Return advice for a wrong gradient, with the last right gradient of the backward pass before it."""
+        kind, name = self._difference[:2]
+        if kind != "gradient" or any(True for _ in scalars(self._of_one, self._of_many)):
+            return ""
+        grads = self._of_one[kind]
+        before = [other for other in list(grads)[: list(grads).index(name)] if grads[other] is not None]
+        agreed = [f", while that of {other}, before it, agrees" for other in before if numbers_of(grads[other]).any()]
+        where = f"{agreed[-1]}; if no branch leads past that, look between these two" if agreed else "; look"
+        return f"{where} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
 
     def _rows(self) -> str:
         """Return a note if an output has the right rows in another order, and not one row for each sample."""
@@ -158,51 +191,56 @@ class Investigation:
         model, passes = self._many.module, self._passes
         for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
             if self._changes([PatchMode(passes.dtype, call, rows) for rows in passes.rows]):
-                suspect, cause = self._cause(call, suspects_in(call, model), state)
-                where = f"{suspect.part} of {_name_of_call(call, model)}, in replica {suspect.number}"
-                return f"first difference: {where}, {suspect.how}", cause
+                number, cause = self._cause(call, state)
+                part, how = describe_gap(call.in_replicas[number].output, call.output, passes.rows[number])
+                where = f"{part} of {_name_of_call(call, model)}, in replica {number}"
+                return f"first difference: {where}, {how}", cause
         return "", ""
 
-    def _cause(self, call: ModuleCall, suspects: Sequence[ModuleCall], state: str) -> tuple[ModuleCall, str]:
-        """Return (call in the faulty replica, cause or source line)."""
-        suspect, module = suspects[0], self._many.module.get_submodule(call.key[0])
-        cause = _cause_in_norm(module, suspect.called, len(call.in_replicas)) or self._changed_parameter(call) or state
+    def _cause(self, call: ModuleCall, state: str) -> tuple[int, str]:
+        """Return (number of the replica with the fault, cause or source line) for a faulty call."""
+        suspects = suspects_in(call, self._many.module)
+        first, module = min(suspects), self._many.module.get_submodule(call.key[0])
+        cause = _cause_in_norm(module, suspects[first].called, len(call.in_replicas))
+        cause = cause or self._changed_parameter(call) or state
         if cause := cause or self._cause_in_class(module, call) or self._calls(call.key[0]):
-            return suspect, cause
-        for other in suspects:
+            return first, cause
+        for number in suspects:
             with suppress(Exception):  # The model may not run again.
-                if line := line_of_call(self._passes, self._index, call.key, other.number):
-                    return other, self._cause_by_line(line, other, call)
-        return suspect, self._cause_by_line(None, suspect, call)
+                line = line_of_call(self._passes, self._index, call.key, number)
+                if line[0]:
+                    return number, self._cause_by_line(line, number, call)
+        return first, self._cause_by_line(("", None, ""), first, call)
 
-    def _cause_by_line(self, line: Line | None, suspect: ModuleCall, call: ModuleCall) -> str:
+    def _cause_by_line(self, line: Line, number: int, call: ModuleCall) -> str:
         """Return the source line with a remedy, or, without a line, the best known cause."""
-        module, operation = self._many.module.get_submodule(call.key[0]), line and line.operation
+        (text, operation, why), suspect = line, call.in_replicas[number]
+        module = self._many.module.get_submodule(call.key[0])
         called = {operation.place.name} if operation else suspect.called
         if "grad" in called:  # The fault may be the differentiated value, so the line is left out.
             return _GRADIENT
         beside, changed = self._whole_list(suspect, call), self._changed_attributes(call)
-        if operation and operation.gets_another and changed:
+        if operation and operation.gets_another() and changed:
             return changed
-        if line and line.why:
-            beside = changed if line.why == CHANGES else ""
+        if why:
+            beside = changed if why == CHANGES else ""
         elif "batch_norm" in called:
             beside = _PLAIN_NORM
-        elif operation or (not changed and self._mixes_samples(module, suspect, call)):
+        elif operation or (not changed and self._mixes_samples(module, number, call)):
             is_of_torch = type(module).__module__.startswith("torch.nn")  # Its code is correct.
             # With several tensors, one of them may be split along a wrong dimension. A single tensor cannot.
             is_open = is_of_torch or self._passes.path or len(tensors_in(self._passes.arguments)) > 1
             beside = beside or (_NO_SAMPLES if is_open else "")
             beside = beside if operation else f"{SAMPLES}{beside and '; '}{beside}"
-        return "; ".join(filter(None, [line.text + (line.why and f": {line.why}") if line else "", beside or changed]))
+        return "; ".join(filter(None, [text + (why and f": {why}"), beside or changed]))
 
-    def _mixes_samples(self, module: nn.Module, suspect: ModuleCall, call: ModuleCall) -> bool:
+    def _mixes_samples(self, module: nn.Module, number: int, call: ModuleCall) -> bool:
         """Return whether a copy of the module is deterministic, but its output for a sample depends on the batch."""
         with suppress(Exception), CheckMode(self._passes.dtype):
-            calls = (suspect.arguments, suspect.arguments, call.arguments)
+            chunk = call.in_replicas[number].arguments
             alone = copied(module, self._passes.dtype)
-            once, twice, whole = (alone(*args, **kwargs) for args, kwargs in calls)
-            pairs = compared(once, whole, self._passes.rows[suspect.number])
+            once, twice, whole = (alone(*args, **kwargs) for args, kwargs in (chunk, chunk, call.arguments))
+            pairs = compared(once, whole, self._passes.rows[number])
             return (
                 not any(map(_uses_batch, module.modules())) and agree(once, twice) and any(gap(*pair) for pair in pairs)
             )
@@ -230,11 +268,10 @@ class Investigation:
         return ""
 
     def _line_of_gradient(self) -> str:
-        line = None
-        if self._difference.kind == "gradient":
-            with suppress(Exception):  # The model may not run again.
-                line = line_of_gradient(self._passes, self._index, str(self._difference.name))
-        return line.text + (line.why and f": {line.why}") if line else ""
+        with suppress(Exception):  # The model may not run again.
+            is_gradient = self._difference.kind == "gradient"
+            return line_of_gradient(self._passes, self._index, self._difference.name) if is_gradient else ""
+        return ""
 
     def _calls(self, path: str = "") -> str:
         return _text_of_calls(self._many.module, self._record.begun, self._modes, _BY_SAMPLE, path)

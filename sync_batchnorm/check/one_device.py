@@ -30,9 +30,9 @@ from .passes import (
     CheckConfig,
     Difference,
     FailsInReplicas,
-    Key,
     Loss,
     Observed,
+    ResultKey,
     TwinRun,
     differences,
     pairs_of,
@@ -98,14 +98,11 @@ def assert_matches_one_device(
     check_module(model)
     check_number("replicas", replicas)
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    path, wrapper = _wrapper_in(model)
-    replicas = replicas or max(2, len(wrapper.device_ids) if wrapper else 0)
-    model = wrapper.module if model is wrapper else model
     # The caller may be in inference mode, but the check needs gradients.
     with _random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         try:
             with collected_warnings() as warned, _steps_of_torch_named():
-                doubt = _compare(CheckConfig(model, (inputs, dict(kwargs or {})), wrapper, path, replicas, loss, dtype))
+                doubt = _compare(CheckConfig(model, (inputs, dict(kwargs or {})), replicas, loss, dtype))
         except (AssertionError, FailsInReplicas) as failure:
             error = AssertionError(text_of_failure(*failure.args)) if isinstance(failure, FailsInReplicas) else failure
             for text in warned:
@@ -123,26 +120,6 @@ def _random_states_kept() -> Iterator[None]:
         if numpy := sys.modules.get("numpy"):
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         yield
-
-
-def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
-    """Return (name, wrapper) of the outermost wrapper in a model, or ("", None).
-
-    A wrapper inside another one is left out: it makes no replicas.
-
-    Raises:
-        ValueError: for several outermost wrappers.
-    """
-    wrappers = {name: module for name, module in model.named_modules() if isinstance(module, nn.DataParallel)}
-    inside = {id(module) for wrapper in wrappers.values() for module in wrapper.module.modules()}
-    outermost = {name: wrapper for name, wrapper in wrappers.items() if id(wrapper) not in inside}
-    if len(outermost) > 1:
-        name = next(iter(outermost))
-        raise ValueError(
-            f"expected a model with one wrapper, but got {', '.join(outermost)} in a {type(model).__name__}; check "
-            f"each alone, as in assert_matches_one_device(model.{name}, ...) with the inputs of that wrapper"
-        )
-    return next(iter(outermost.items()), ("", None))
 
 
 def _compare(passes: CheckConfig) -> str:
@@ -223,12 +200,12 @@ def _beyond_rounding(passes: CheckConfig, index: int, pair: Pair) -> Difference 
     return None
 
 
-def _moved(passes: CheckConfig, index: int, pair: Pair, noise: float) -> dict[Key, float]:
+def _moved(passes: CheckConfig, index: int, pair: Pair, noise: float) -> dict[ResultKey, float]:
     """Return how far each result moves if parameters are perturbed by `noise`, times the margin.
 
     The larger effect of both sides counts.
     """
-    moves = dict[Key, float]()
+    moves = dict[ResultKey, float]()
     for is_one, before in zip((True, False), pair, strict=True):
         for key, now, then in pairs_of(TwinRun(passes, is_one, index, noise).take(index), before):
             if now.shape == then.shape:

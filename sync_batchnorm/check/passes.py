@@ -1,8 +1,7 @@
 """Run training passes of a model's copies, on one device and in replicas, and compare the results for their caller."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from ..processes import active_group
 from ..trees import Tree, format_path, leaves_of, named_leaves, tensors_in, with_leaves
 from ..wrapper import Arguments
 from .comparing import LEAST, SCALARS, agree, format_gap, gap, largest, tolerance_of
-from .twin import CheckMode, Rows, Twin, copied, rows_of_chunks, seed, wrapper_like
+from .twin import CheckMode, Rows, Twin, copied, go_backward, rows_of_chunks, seed, wrapper_like
 
 __all__: list[str] = []
 
@@ -24,7 +23,7 @@ _TRAINING = 2
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # size of the perturbation that measures rounding, by dtype
 
 Loss = Callable[[Any], Tensor]
-Key = tuple[str, Any]  # (kind, name) of a result
+ResultKey = tuple[str, Any]  # (kind, name) of a result
 
 # Results of a pass, by kind and name:
 #   output, loss, gradient, parameter, buffer   tensors
@@ -41,30 +40,53 @@ class FailsInReplicas(Exception):
     """An error raised only in replicas, with the arguments of `text_of_failure`."""
 
 
-@dataclass
+def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
+    """Return (name, wrapper) of the outermost wrapper in a model, or ("", None).
+
+    A wrapper inside another one is left out: it makes no replicas.
+
+    Raises:
+        ValueError: for several outermost wrappers.
+    """
+    wrappers = {name: module for name, module in model.named_modules() if isinstance(module, nn.DataParallel)}
+    inside = {id(module) for wrapper in wrappers.values() for module in wrapper.module.modules()}
+    outermost = {name: wrapper for name, wrapper in wrappers.items() if id(wrapper) not in inside}
+    if len(outermost) > 1:
+        name = next(iter(outermost))
+        raise ValueError(
+            f"expected a model with one wrapper, but got {', '.join(outermost)} in a {type(model).__name__}; check "
+            f"each alone, as in assert_matches_one_device(model.{name}, ...) with the inputs of that wrapper"
+        )
+    return next(iter(outermost.items()), ("", None))
+
+
 class CheckConfig:
-    """Settings of all passes of a check, and facts noted on the way."""
+    """The model and options of a check, and facts that its passes find on the way.
 
-    model: nn.Module
-    arguments: Any
-    wrapper: nn.DataParallel[Any] | None
-    path: str  # path of the wrapper in a model that contains it, or ""
-    replicas: int
-    loss: Loss | None
-    dtype: torch.dtype
+    Raises:
+        RuntimeError: if the process belongs to a process group, or the model cannot be copied.
+        ValueError: for another dtype, several wrappers, or fewer than two chunks.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, model: nn.Module, arguments: Any, replicas: int | None, loss: Loss | None, dtype: torch.dtype
+    ) -> None:
+        path, wrapper = _wrapper_in(model)
         if active_group(None) is not None:
             raise RuntimeError("expected a single process, as copies would exchange with others; call it in one alone")
-        if self.dtype not in ROUNDING:
-            raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {self.dtype}")
+        if dtype not in ROUNDING:
+            raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {dtype}")
+        self.model = wrapper.module if wrapper and not path else model
+        self.arguments, self.wrapper, self.loss, self.dtype = arguments, wrapper, loss, dtype
+        self.path = path  # path of the wrapper inside the model, or ""
+        self.name = f"{path}.module" if path else ""  # name of the replicated module
+        self.replicas = replicas or max(2, len(wrapper.device_ids) if wrapper else 0)
         self.grads = list[Tensor]()  # random gradients of outputs, if there is no `loss`
         self.rows = list[Rows]()  # rows of each chunk
-        self.pads = False  # whether a list of tensors is split by entries and its tensors differ in shape
-        self.name = f"{self.path}.module" if self.path else ""  # name of the replicated module
-        self.begun: Mapping[str, int] = {}  # number of calls by module name, in the last pass on one device
-        if not self.path:
-            self.note_rows(wrapper_like(self.wrapper, self.model, self.replicas), *copied(self.arguments, self.dtype))
+        self.pads = False  # whether a list of tensors is split by entries and these tensors differ in shape
+        self.begun: Mapping[str, int] = {}  # number of calls in the last pass on one device, by module name
+        if not path:
+            self.note_rows(wrapper_like(wrapper, self.model, self.replicas), *copied(arguments, dtype))
 
     def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
         """Note the rows of each chunk, and whether lists are padded. A hook calls this for an inner wrapper."""
@@ -203,22 +225,6 @@ def _fresh(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_data else leaf
 
 
-def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
-    """Run the backward pass, and restore `.grad` of all leaves outside the copy, such as the user's parameters."""
-    known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
-    nodes = new = set[Any]({edge.node})
-    while new := {following for node in new for following, _ in node.next_functions} - nodes - {None}:
-        nodes = nodes | new
-    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-    grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
-    for leaf, _ in grads:
-        leaf.grad = None  # Otherwise autograd would add to the user's tensor in place.
-    with mode:  # Checkpoints run the forward pass again, and need the mode, too.
-        torch.autograd.backward(edge)  # With a tensor in place of the edge, torch would leave the mode.
-    for leaf, grad in grads:
-        leaf.grad = grad
-
-
 _MOST = 4  # Output shapes in a message. Arbitrary.
 _ROWS = "return a row for each sample, and compute what concerns the whole batch from the gathered output"
 IN_PLACE = "only what replica 0 writes into it in place stays, from its own chunk; update it outside the forward pass"
@@ -230,68 +236,67 @@ _KINDS = ("output", "loss", "gradient", "parameter", "buffer")  # kinds of compa
 
 
 class Difference(NamedTuple):
-    """One difference between results on one device and in replicas."""
+    """One difference between the results of a pass on one device and in replicas."""
 
-    kind: str
-    name: object
-    text: str
-    why: str = ""
-    look: str = ""  # advice on where to look, if no line is found
+    kind: str  # kind of the result, see `Observed`
+    name: Any  # name of the result; None for the loss of the check, and for other numbers or shapes of outputs
+    text: str  # the difference in words
 
 
-def differences(one: Observed, many: Observed, rounding: Mapping[Key, float] | None = None) -> Iterator[Difference]:
+def differences(
+    one: Observed, many: Observed, rounding: Mapping[ResultKey, float] | None = None
+) -> Iterator[Difference]:
     """Yield the differences larger than `rounding`, in the order of the pass."""
-    yield from _different_structures(one, many)
-    is_number = any(True for _ in scalars(one, many))  # Replicas return losses, or sums to compute one.
+    of_one, of_many = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
+    if len(of_one) != len(of_many) or any(a != b and math.prod(a) != 1 for a, b in zip(of_one, of_many, strict=True)):
+        shapes = [f"{of[:_MOST]}{', ...' if len(of) > _MOST else ''}" for of in (of_one, of_many)]
+        yield Difference("output", None, "outputs have shapes {} on one device, {} in replicas".format(*shapes))
+    for path, value in one["value"].items() if one["value"].keys() == many["value"].keys() else ():
+        if not agree(other := many["value"][path], value):
+            yield Difference("value", path, f"{path} is {value!r} on one device, {other!r} in replicas")
     grads = [grad for grad in one["gradient"].values() if grad is not None]
-    sizes, agreed = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}, ""
+    sizes = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}
     for (kind, name), actual, expected in pairs_of(many, one):
         if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:
             continue  # A scalar from each replica is compared in the loss.
         rounding_of_largest = ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
         size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
-            text, why = _text_of(kind, name, (actual, expected), format_gap(by, actual, expected), (one, many))
-            look = f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
-            if kind == "parameter" and name not in many[kind]:
-                text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
-                why = ""
-            yield Difference(kind, name, text, why, look if kind == "gradient" and not is_number else "")
-        elif kind == "gradient" and expected.any():
-            agreed = f", while that of {name}, before it, agrees; if no branch leads past that, look between these two"
+            how = format_gap(by, actual, expected)
+            yield Difference(kind, name, _text_of(kind, name, actual, expected, how, one, many))
 
 
-def _text_of(
-    kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, passes: tuple[Observed, Observed]
-) -> tuple[str, str]:
-    """Return (text, cause or "") of a difference. `passes` holds the results on one device, then in replicas."""
-    one, many = passes
+def _text_of(kind: str, name: Any, actual: Tensor, expected: Tensor, how: str, one: Observed, many: Observed) -> str:
+    """Return the difference between two tensors in words; `how` describes their gap."""
     if kind == "output":
         part = f" in {one['path'][name]}" if len(one["path"]) > 1 else ""
-        return f"outputs differ{part}, {how}", ""
+        return f"outputs differ{part}, {how}"
     if kind == "loss":
-        in_replicas, on_one = (f"{tensor.sum():.6g}" for tensor in pair)
         what = "the loss differs" if one["unseen"] else "outputs agree, the loss does not"
-        text = f"{what}: {on_one} on one device, {in_replicas} in replicas"
-        return text, "`loss` depends on more than the output" if name else ""  # No name: random loss of the check.
+        return f"{what}: {expected.sum():.6g} on one device, {actual.sum():.6g} in replicas"
     if kind == "gradient":
         text = "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of"
-        return f"{text} {name}: {_norms(*pair)}", "" if agree(many["added"], one["added"]) else _BACKWARD
-    text = f"outputs, loss and gradients agree; the {kind} {name} differs after the forward pass, {how}"
-    return text, _ASSIGNED if name in one["assigned"] else IN_PLACE if kind == "buffer" else _CHANGED
+        return f"{text} {name}: {_norms(actual, expected)}"
+    if kind == "parameter" and name not in many[kind]:
+        return f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
+    return f"outputs, loss and gradients agree; the {kind} {name} differs after the forward pass, {how}"
 
 
-def _different_structures(one: Observed, many: Observed) -> Iterator[Difference]:
-    of_one, of_many = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
-    if len(of_one) != len(of_many) or any(a != b and math.prod(a) != 1 for a, b in zip(of_one, of_many, strict=True)):
-        shapes = [f"{of[:_MOST]}{', ...' if len(of) > _MOST else ''}" for of in (of_one, of_many)]
-        yield Difference("output", None, "outputs have shapes {} on one device, {} in replicas".format(*shapes), _ROWS)
-    for path, value in one["value"].items() if one["value"].keys() == many["value"].keys() else ():
-        if not agree(other := many["value"][path], value):
-            yield Difference("value", path, f"{path} is {value!r} on one device, {other!r} in replicas", _ROWS)
+def cause_of(difference: Difference, one: Observed, many: Observed) -> str:
+    """Return the cause of a difference as far as the kind and the results of the pass show it, or ""."""
+    kind, name, _ = difference
+    if kind == "value" or (kind == "output" and name is None):
+        return _ROWS
+    if kind == "loss" and name:
+        return "`loss` depends on more than the output"
+    if kind == "gradient":
+        return "" if agree(many["added"], one["added"]) else _BACKWARD
+    if kind == "buffer" or (kind == "parameter" and name in many[kind]):
+        return _ASSIGNED if name in one["assigned"] else IN_PLACE if kind == "buffer" else _CHANGED
+    return ""
 
 
-def pairs_of(actual: Observed, expected: Observed) -> Iterator[tuple[Key, Tensor, Tensor]]:
+def pairs_of(actual: Observed, expected: Observed) -> Iterator[tuple[ResultKey, Tensor, Tensor]]:
     """Yield (key, actual, expected) for the tensors of two passes. Zeros stand for None and missing tensors."""
     for kind in _KINDS:
         for name, tensor in expected[kind].items():

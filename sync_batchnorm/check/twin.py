@@ -10,7 +10,7 @@ import random
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,22 +48,21 @@ def notify_module_call(name: str, module: Any, args: Any, kwargs: Any, *output: 
     """Notify the mode of this thread about the begin or end of a module call. Threads without a mode ignore it."""
 
 
+CallKey = tuple[str, int]  # name of a module, and number of its earlier calls in the same forward pass
+
+
 @dataclass
 class ModuleCall:
     """One call of a module, on one device or in a replica."""
 
-    module: Any
-    key: tuple[str, int]  # name of the module, index of the call
-    called: set[str] = field(default_factory=set)  # functions called directly: batch_norm, sync_batch_norm, grad
-    arguments: Any = None  # on one device: a copy; in a replica: only for suspects
-    output: Any = None  # on one device: a copy
-    in_replicas: "list[ModuleCall]" = field(default_factory=list)  # on one device: the compared calls of the replicas
-    # In a replica:
-    number: int = 0  # replica number
-    agrees: bool = False  # whether the inputs agree with one device
-    gap: float = 0.0  # largest gap of an output tensor
-    how: str = ""  # the gap in words
-    part: str = "output"  # name of the output with the largest gap
+    module: Any  # None for the code outside of all modules
+    key: CallKey
+    called: set[str] = field(default_factory=set)  # functions called by the module: batch_norm, sync_batch_norm, grad
+    arguments: Any = None  # (args, kwargs), copied on one device; a replica keeps them only for a wrong output
+    output: Any = None  # a copy of the output; a replica keeps it only if it is wrong in spite of right arguments
+    agrees: bool = False  # in a replica: whether the arguments agree with the same call on one device
+    # On one device: the same call in each replica, by the number of the replica.
+    in_replicas: "dict[int, ModuleCall]" = field(default_factory=dict)
 
 
 class CheckMode(TorchFunctionMode):
@@ -78,9 +77,13 @@ class CheckMode(TorchFunctionMode):
         self.begun: Counter[str] = Counter()  # number of calls by module name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if func is notify_module_call:
-            return self._notify_module_call(*args)
+        if in_transform():  # Tensors inside torch.vmap have no dimension of samples to compare.
+            return None if func is notify_module_call else CheckMode.run(self, func, args, kwargs or {})
+        return self._notify_module_call(*args) if func is notify_module_call else self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a torch function with its tensors on the CPU, in the dtype of the check, and without dropout."""
+        name = getattr(func, "__name__", "")
         if name in _DROPOUTS and _drops(args, kwargs):
             self.dropped[name] = None
             output = self.converted(args[0] if args else kwargs["input"]).clone()
@@ -105,8 +108,6 @@ class CheckMode(TorchFunctionMode):
         return value.to("cpu", self.dtype.to_complex() if value.is_complex() else dtype)
 
     def _notify_module_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
-        if in_transform():  # Tensors inside torch.vmap have no batch dimension to compare.
-            return None
         if not output:
             call = ModuleCall(module, (name, self.begun[name]))
             self.begun[name] += 1
@@ -266,6 +267,22 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
     result = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
     result.__kwdefaults__ = hook.__kwdefaults__
     return result
+
+
+def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
+    """Run the backward pass, and restore `.grad` of all leaves outside the copy, such as the user's parameters."""
+    known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
+    nodes = new = set[Any]({edge.node})
+    while new := {following for node in new for following, _ in node.next_functions} - nodes - {None}:
+        nodes = nodes | new
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
+    for leaf, _ in grads:
+        leaf.grad = None  # Otherwise autograd would add to the user's tensor in place.
+    with mode:  # Checkpoints run the forward pass again, and need the mode, too.
+        torch.autograd.backward(edge)  # With a tensor in place of the edge, torch would leave the mode.
+    for leaf, grad in grads:
+        leaf.grad = grad
 
 
 class Rows(NamedTuple):
