@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..trees import children_of, leaves_of, named_leaves, with_leaves
+from ..trees import children_of, is_sequence_type, leaves_of, named_leaves, with_leaves
 from .twin import CheckMode, ModuleCall, Rows
 
 __all__: list[str] = []
@@ -186,6 +186,25 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
     as_dicts(tree, note)
     return tensors
+
+
+def reaches_whole(argument: Any, on_one: Any, total: int) -> bool:
+    """Return whether a replica gets a whole list or tensor with an entry for each sample, also inside of containers.
+
+    A list of tensors does not count, because the wrapper has split each of these tensors by rows.
+
+    Args:
+        argument: an argument of the replica.
+        on_one: the same argument on one device.
+        total: number of samples in the batch.
+    """
+    if isinstance(argument, Tensor):
+        return argument.dim() > 0 and len(argument) == total and argument.shape == getattr(on_one, "shape", None)
+    entries = [*argument] if is_sequence_type(type(argument)) else []
+    is_whole = len(entries) == total and not all(isinstance(entry, Tensor) and entry.dim() for entry in entries)
+    children, others = children_of(argument), children_of(on_one)
+    inside = [reaches_whole(child, others.get(key), total) for key, child in children.items()]
+    return is_whole or (len(children) == len(others) and any(inside))
 
 
 class RecordMode(CheckMode):

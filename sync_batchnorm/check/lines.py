@@ -25,15 +25,14 @@ certain, no line is named.
 All this code runs only after the check has found a difference.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from .comparing import WHOLE, agree, leaves_by_path
 from .operations import Accepts, CorrectOperations, Operation, RecordOperations
-from .passes import CheckConfig, FailsInReplicas, TwinRun
+from .passes import Check, FailsInReplicas, TwinRun
 
 __all__: list[str] = []
 
@@ -47,41 +46,41 @@ CHANGES = "it returns something else each time: look for state, a generator of i
 Line = tuple[str, Operation | None, str]
 
 
-def line_of_call(passes: CheckConfig, index: int, key: tuple[str, int], number: int) -> Line:
+def line_of_call(check: Check, index: int, key: tuple[str, int], number: int) -> Line:
     """Return the line where the module call `key` of replica `number` goes wrong in pass `index`."""
-    one = RecordOperations(passes.dtype, key)
-    TwinRun(passes, True, index).take(index, "output", [one])
+    one = RecordOperations(check.dtype, key)
+    TwinRun(check, True, index).take(index, "output", [one])
 
     def take(accepts: Accepts) -> CorrectOperations | None:
-        modes = [CorrectOperations(one, [rows], accepts) for rows in passes.rows]
+        modes = [CorrectOperations(one, [rows], accepts) for rows in check.rows]
         with suppress(FailsInReplicas):  # A patched result may have a wrong shape for later operations.
-            TwinRun(passes, False, index).take(index, "output", modes)
+            TwinRun(check, False, index).take(index, "output", modes)
             return modes[number]
         return None
 
     if not one.operations:  # A module of torch runs no user code.
         return f"it begins with {one.caller}" if one.caller else "", None, ""
     text, operation = _search(take, number)
-    return text, operation, _cause(passes, index, key, operation) if operation else ""
+    return text, operation, _cause(check, index, key, operation) if operation else ""
 
 
-def line_of_gradient(passes: CheckConfig, index: int, name: str) -> str:
+def line_of_gradient(check: Check, index: int, name: str) -> str:
     """Return the line in a hook or autograd function where the gradient `name` goes wrong in the backward pass."""
 
     def gradient(is_one: bool, mode: RecordOperations | CorrectOperations) -> Any:
-        side = TwinRun(passes, is_one, index)
+        side = TwinRun(check, is_one, index)
         side.backward_mode = mode
         return side.take(index)["gradient"][name]
 
     def take(accepts: Accepts) -> CorrectOperations | None:
-        mode = CorrectOperations(one, passes.rows, accepts)
+        mode = CorrectOperations(one, check.rows, accepts)
         with suppress(FailsInReplicas):
             mode.output = gradient(False, mode)
             mode.is_right = agree(mode.output, expected)
             return mode
         return None
 
-    one = RecordOperations(passes.dtype, None)
+    one = RecordOperations(check.dtype, None)
     expected = gradient(True, one)
     text, operation = _search(take) if one.operations else ("", None)
     return f"{text}: {RANDOM}" if operation and operation.on_one and operation.on_one.draws else text
@@ -96,28 +95,24 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
         number: number of this replica.
     """
 
-    def patch_each(candidates: Iterable[Operation]) -> Iterator[tuple[Operation, CorrectOperations]]:
-        """Yield (candidate, mode of a pass with only the place of this candidate patched)."""
-        for candidate in list(candidates)[:_MOST]:
-            if alone := take(partial(_have_same_place, candidate)):
-                yield candidate, alone
+    def patch_alone(operation: Operation) -> CorrectOperations | None:
+        return take(lambda other: other.place == operation.place)
 
     as_it_is, together = take(lambda _: False), take(Operation.gets_the_same_floats)
     if as_it_is is None:
         return "", None
-    first_candidates = together.candidates.values() if together else ()
-    for operation, alone in patch_each(filter(Operation.gets_the_same_floats, first_candidates)):
+    candidates = [*filter(Operation.gets_the_same_floats, together.candidates.values() if together else ())]
+    for operation in candidates[:_MOST]:
+        alone = patch_alone(operation)
         # Alone, it repairs the output; or all candidates together do, and this candidate contributes.
-        if alone.is_right or (together and together.is_right and not agree(alone.output, as_it_is.output)):
+        contributes = alone and together and together.is_right and not agree(alone.output, as_it_is.output)
+        if alone and (alone.is_right or contributes):
             return _line_of(operation)
-    for operation, alone in patch_each(as_it_is.candidates.values()):
-        if alone.is_right and (origin := _origin_of(operation)):
+    for operation in [*as_it_is.candidates.values()][:_MOST]:
+        alone = patch_alone(operation)
+        if alone and alone.is_right and (origin := _origin_of(operation)):
             return _line_of(origin)
     return _other_way(as_it_is, number)
-
-
-def _have_same_place(operation: Operation, other: Operation) -> bool:
-    return operation.place == other.place
 
 
 def _origin_of(operation: Operation) -> Operation | None:
@@ -166,14 +161,14 @@ def _other_way(mode: CorrectOperations, number: int) -> tuple[str, Operation | N
     return (text, replace(ways[0][0], on_one=None)) if ways else ("", None)
 
 
-def _cause(passes: CheckConfig, index: int, key: tuple[str, int], operation: Operation) -> str:
+def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation) -> str:
     """Return the cause if it is state or random numbers, or "".
 
     One device runs the pass once more with the same seed, then with another seed. Results with the same seed differ if
     state changes them. Results with another seed differ if random numbers change them.
     """
-    side = TwinRun(passes, True, index, is_moved=False)  # All three passes need the same parameters.
-    first, again, other = (RecordOperations(passes.dtype, key) for _ in range(3))
+    side = TwinRun(check, True, index, is_moved=False)  # All three passes need the same parameters.
+    first, again, other = (RecordOperations(check.dtype, key) for _ in range(3))
     for seed, mode in ((index, first), (index, again), (index + 1, other)):
         side.take(seed, "output", [mode])
     with suppress(LookupError):  # The operation may not run again.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ..processes import active_group
 from ..trees import Tree, format_path, leaves_of, named_leaves, tensors_in, with_leaves
 from ..wrapper import Arguments
-from .comparing import LEAST, SCALARS, agree, format_gap, gap, largest, tolerance_of
+from .comparing import LEAST, SCALARS, agree, format_gap, gap, largest, numbers_of, tolerance_of
 from .twin import CheckMode, Rows, Twin, copied, go_backward, rows_of_chunks, seed, wrapper_like
 
 __all__: list[str] = []
@@ -21,6 +22,9 @@ IN_FORWARD = ("output", "value", "loss")  # kinds of results that need no backwa
 # gradients alone, so one is not enough.
 _TRAINING = 2
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # size of the perturbation that measures rounding, by dtype
+# Rounding varies from run to run, so differences up to this multiple of one measurement count as rounding. A result
+# without amplified rounding moves by about 1e-12 if parameters do: a hundred times that is far below the tolerance.
+_MARGIN = 100
 
 Loss = Callable[[Any], Tensor]
 ResultKey = tuple[str, Any]  # (kind, name) of a result
@@ -34,6 +38,7 @@ ResultKey = tuple[str, Any]  # (kind, name) of a result
 #   unseen     class names of outputs whose tensors cannot be reached, by path
 #   assigned   names of parameters and buffers that `forward` replaced with other tensors
 Observed = dict[str, dict[Any, Any]]
+Pair = tuple[Observed, Observed]  # results of the same pass: on one device, in replicas
 
 
 class FailsInReplicas(Exception):
@@ -60,7 +65,7 @@ def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
     return next(iter(outermost.items()), ("", None))
 
 
-class CheckConfig:
+class Check:
     """The model and options of a check, and facts that its passes find on the way.
 
     Raises:
@@ -100,17 +105,15 @@ class TwinRun(Twin):
 
     backward_mode: CheckMode | None = None
 
-    def __init__(
-        self, passes: CheckConfig, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True
-    ) -> None:
-        super().__init__(passes.model, passes.arguments, passes.dtype, is_one)
-        self._passes, self._is_one, self._is_moved = passes, is_one, is_moved
-        inside: Any = dict(self.module.named_modules())[passes.path]  # Scripted modules refuse get_submodule.
-        wrapper, replicated = (inside, inside.module) if passes.path else (passes.wrapper, inside)
-        self.parallel = wrapper_like(wrapper, replicated, 1 if is_one else passes.replicas)
-        if passes.path:
-            self.module.set_submodule(passes.path, self.parallel)
-            self.parallel.register_forward_pre_hook(passes.note_rows, with_kwargs=True)
+    def __init__(self, check: Check, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True) -> None:
+        super().__init__(check.model, check.arguments, check.dtype, is_one)
+        self.check, self._is_one, self._is_moved = check, is_one, is_moved
+        inside: Any = dict(self.module.named_modules())[check.path]  # Scripted modules refuse get_submodule.
+        wrapper, replicated = (inside, inside.module) if check.path else (check.wrapper, inside)
+        self.parallel = wrapper_like(wrapper, replicated, 1 if is_one else check.replicas)
+        if check.path:
+            self.module.set_submodule(check.path, self.parallel)
+            self.parallel.register_forward_pre_hook(check.note_rows, with_kwargs=True)
         self.move_constants(is_moved)
         self.move(-1, noise)
         for before in range(index):
@@ -125,17 +128,17 @@ class TwinRun(Twin):
             modes: a mode for each replica.
         """
         self.move(index, 0.01 * self._is_moved)  # Also in the first pass: modules with equal weights may cancel.
-        self.parallel.modes = modes or [CheckMode(self._passes.dtype) for _ in range(self._passes.replicas)]
-        seed(index if self._is_one or self._passes.path else 1000 + index)
+        self.parallel.modes = modes or [CheckMode(self.check.dtype) for _ in range(self.check.replicas)]
+        seed(index if self._is_one or self.check.path else 1000 + index)
         try:
             return self._taken(index < _TRAINING and kind not in IN_FORWARD)
         except Exception as error:
             if self._is_one:
                 raise
-            raise FailsInReplicas(error, self._passes, self.module, self.parallel.modes) from error
+            raise FailsInReplicas(error, self) from error
 
     def _taken(self, has_backward: bool) -> Observed:
-        dtype, module, parallel = self._passes.dtype, self.module, self.parallel
+        dtype, module, parallel = self.check.dtype, self.module, self.parallel
         leaves = [_fresh(leaf) for leaf in leaves_of(self.arguments)]
         asking = {f"input {i}": leaf for i, leaf in enumerate(leaves) if getattr(leaf, "requires_grad", False)}
         initial = dict(module.named_parameters()) | asking  # before `forward` calls requires_grad_ on other inputs
@@ -143,18 +146,18 @@ class TwinRun(Twin):
         memory = self.memory()
         self.order.clear()
         with parallel.modes[0] if self._is_one else CheckMode(dtype) as mode:
-            output = (module if self._passes.path else parallel)(*inputs, **kwargs)
-        self._passes.begun = mode.begun if self._is_one else self._passes.begun
+            output = (module if self.check.path else parallel)(*inputs, **kwargs)
+        self.check.begun = mode.begun if self._is_one else self.check.begun
         outputs, seen = self._outputs(output), self._after_forward(output, memory)
         with CheckMode(dtype):
-            loss = self._random_loss(outputs) if self._passes.loss is None else self._passes.loss(output)
+            loss = self._random_loss(outputs) if self.check.loss is None else self.check.loss(output)
         _check_loss(loss, outputs)
         if has_backward and loss.requires_grad:
             go_backward(loss, initial.values(), self.backward_mode or CheckMode(dtype))
         grads = {name: initial[name].grad for name in self.order | initial}
         module.zero_grad()
         parallel.returned = ()
-        losses = {self._passes.loss and "loss": loss.detach().reshape(())}
+        losses = {self.check.loss and "loss": loss.detach().reshape(())}
         return seen | {"output": dict(enumerate(map(Tensor.detach, outputs))), "loss": losses, "gradient": grads}
 
     def _after_forward(self, output: Any, memory: Mapping[str, Tensor]) -> Observed:
@@ -177,17 +180,17 @@ class TwinRun(Twin):
         """Return the output tensors. If a custom `gather` returns a list of replica outputs, concatenate them."""
         outputs, numbers = tensors_in(output), [len(tensors_in(part)) for part in self.parallel.returned]
         is_list = "gather" in self.parallel.overridden and len({*numbers}) == 1 and len(outputs) == sum(numbers)
-        if not is_list or self._passes.path:
+        if not is_list or self.check.path:
             return outputs
         groups = [outputs[i :: numbers[0]] for i in range(numbers[0])]
         return [torch.cat(group, self.parallel.dim) if group[0].dim() else torch.stack(group) for group in groups]
 
     def _random_loss(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return a loss with a random gradient for each output, or for the mean of scalars from replicas."""
-        if not self._passes.grads:  # One device runs first and fixes the shapes.
+        if not self.check.grads:  # One device runs first and fixes the shapes.
             generator = torch.Generator().manual_seed(0)
-            self._passes.grads = [torch.randn(tensor.shape, generator=generator) for tensor in outputs]
-        pairs = zip(outputs, self._passes.grads, strict=False)
+            self.check.grads = [torch.randn(tensor.shape, generator=generator) for tensor in outputs]
+        pairs = zip(outputs, self.check.grads, strict=False)
         means = [(tensor if tensor.shape == grad.shape else tensor.double().mean(), grad) for tensor, grad in pairs]
         return sum([(tensor * grad).sum().real for tensor, grad in means], torch.zeros(()))
 
@@ -325,3 +328,39 @@ def scalars(one: Observed, many: Observed) -> Iterator[tuple[Tensor, Tensor, str
             of_one = tensor.double().real.reshape(())
             if not agree(numbers, of_one.expand_as(numbers)):
                 yield numbers, of_one, f"as {path}, " if path != "output" else ""
+
+
+def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
+    """Return the first difference larger than the effect of a perturbation of parameters by rounding."""
+    rounding = _moved(check, index, pair, ROUNDING[check.dtype])
+    for is_repeated in (False, True):
+        if is_repeated:  # Results that change without any perturbation are random, so their change is no rounding.
+            itself = _moved(check, index, pair, 0.0)
+            rounding = {key: by for key, by in rounding.items() if not itself.get(key)}
+        for difference in differences(*pair, rounding):
+            if difference.kind != "buffer" or _is_state(check, index, pair, str(difference.name)):
+                return difference
+    return None
+
+
+def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey, float]:
+    """Return how far each result moves if parameters are perturbed by `noise`, times the margin.
+
+    The larger effect of both sides counts.
+    """
+    moves = dict[ResultKey, float]()
+    for is_one, before in zip((True, False), pair, strict=True):
+        for key, now, then in pairs_of(TwinRun(check, is_one, index, noise).take(index), before):
+            if now.shape == then.shape:
+                moves[key] = max(_MARGIN * largest(numbers_of(now) - numbers_of(then)), moves.get(key, 0.0))
+    return moves
+
+
+def _is_state(check: Check, index: int, pair: Pair, name: str) -> bool:
+    """Return whether a buffer carries state: its value after a pass on one device depends on its value before."""
+    side = TwinRun(check, True, index)
+    with suppress(Exception):  # `forward` may refuse this value, or replace the buffer.
+        buffer = dict(side.module.named_buffers())[name]
+        buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
+        return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))
+    return True

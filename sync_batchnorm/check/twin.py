@@ -6,10 +6,11 @@ with equal weights that cancel, would hide an error before them.
 """
 
 import copy
+import inspect
 import random
 import sys
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,11 +27,14 @@ from ..layers import _SynchronizedBatchNorm
 from ..torch_private import HOOKS, in_transform
 from ..trees import children_of, tensors_in
 from ..wrapper import Arguments, DataParallelWithCallback
+from ..wrapper.hooks import hooks_of
 
 __all__: list[str] = []
 
 _DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 _DROPOUTS |= {"feature_dropout", "native_dropout", "dropout_", "alpha_dropout_", "feature_dropout_"}
+OF_MODULES = {*vars(nn.Module()), "eps_mode"}  # names of attributes that modules have without the user
+_OF_ORIGINAL = "hooks that refer to the model use attributes of the original, not the replica"
 
 
 def seed(number: int) -> None:
@@ -164,6 +168,7 @@ class Twin:
     """A copy of a model and its arguments, with dropout off and hooks that notify the mode."""
 
     def __init__(self, model: nn.Module, arguments: Any, dtype: torch.dtype, is_one: bool) -> None:
+        self._original = model
         self.dropped = dict[str, None]()  # names of attributes whose dropout was switched off
         self.order = dict[str, None]()  # names of parameters in the order of their gradients
         try:
@@ -202,6 +207,28 @@ class Twin:
         originals |= dict(model.named_buffers(remove_duplicate=False))
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             vars(tensor).update(vars(originals[name]))
+
+    def text_of_hooks(self) -> str:
+        """Return a note about a hook that refers to the user's model in place of this copy, or "".
+
+        Such a hook uses an attribute or a container of the user's model, while methods use that of the copy. So a value
+        from the hook does not reach the methods.
+        """
+        original = self._original.named_modules()
+        held = [(f"{name}.{key}", value) for name, child in original for key, value in vars(child).items()]
+        names = {id(value): name.strip(".") for name, value in held if isinstance(value, (dict, list, set, deque))}
+        classes = {cls for child in self.module.modules() for cls in type(child).__mro__}
+        methods = [value for cls in classes for key, value in vars(cls).items() if key != "__init__"]
+        codes: set[Any] = {getattr(inspect.unwrap(method), "__code__", None) for method in methods}
+        for module, hook, variables in hooks_of(self.module):
+            values, code = [*variables.values(), *(hook.__defaults__ or ())], hook.__code__
+            words = {name for other in codes - {code, None} for name in other.co_names} - OF_MODULES
+            words &= {*code.co_names, *code.co_consts}  # Code with setattr has the name of the attribute as a constant.
+            used = [key for value in values if isinstance(value, nn.Module) for key in vars(value) if key in words]
+            if used := [*used, *[names[id(value)] for value in values if id(value) in names]]:
+                name = f"{hook.__qualname__} of {module or 'the model itself'} ({', '.join(used)})"
+                return f'{_OF_ORIGINAL}: {name}, see "Hooks that refer to the model"'
+        return ""
 
     def memory(self) -> dict[str, Tensor]:
         """Return views of parameters and buffers, to detect later whether `forward` replaced their memory."""
