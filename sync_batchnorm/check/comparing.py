@@ -24,8 +24,6 @@ __all__: list[str] = []
 LEAST = 1e-6  # Smallest size in a relative gap: tinier tensors are compared as if they were this large. Arbitrary.
 NOT_FINITE = 1e99  # gap if only one of two numbers is finite
 SCALARS = (bool, int, float, str)
-
-
 WHOLE = Rows(range(1), 1)
 
 
@@ -177,15 +175,10 @@ def as_dicts(tree: Any, function: Callable[[Tensor], Tensor] = lambda tensor: te
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree, in order, with the tensors of packed sequences."""
-    tensors = list[Tensor]()
-
-    def note(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    as_dicts(tree, note)
-    return tensors
+    """Return the tensors of a tree in order, and those of packed sequences."""
+    if isinstance(tree, (Tensor, PackedSequence)):
+        return [tree if isinstance(tree, Tensor) else tree.data]
+    return [tensor for child in children_of(tree).values() for tensor in tensors_of(child)]
 
 
 def reaches_whole(argument: Any, on_one: Any, total: int) -> bool:

@@ -80,9 +80,9 @@ class Investigation:
         self._lost = _different_attributes(self._one.module, self._many.module) if index else []
         self._record = RecordMode(check.dtype)
         self._of_one = self._one.take(index, difference.kind, [self._record])
-        self._modes = [CompareMode(self._record, i, check.rows, self._many.module) for i in range(len(check.rows))]
-        self._of_many = self._many.take(index, difference.kind, self._modes)
-        others = [mode.gets_other for mode in self._modes if mode.gets_other and mode.gets_other.key[0] != check.name]
+        modes = [CompareMode(self._record, i, check.rows, self._many.module) for i in range(len(check.rows))]
+        self._of_many = self._many.take(index, difference.kind, modes)
+        others = [mode.gets_other for mode in modes if mode.gets_other and mode.gets_other.key[0] != check.name]
         self._gets_other = _name_of_call(others[0], self._many.module) if others else ""
         self._hooks = self._one.text_of_hooks()
 
@@ -252,10 +252,8 @@ class Investigation:
             chunk = call.in_replicas[number].arguments
             alone = copied(module, self._check.dtype)
             once, twice, whole = (alone(*args, **kwargs) for args, kwargs in (chunk, chunk, call.arguments))
-            pairs = compared(once, whole, self._check.rows[number])
-            return (
-                not any(map(_uses_batch, module.modules())) and agree(once, twice) and any(gap(*pair) for pair in pairs)
-            )
+            differs = any(gap(*pair) for pair in compared(once, whole, self._check.rows[number]))
+            return differs and agree(once, twice) and not any(map(_uses_batch, module.modules()))
         return False
 
     def _cause_in_class(self, module: nn.Module, call: ModuleCall) -> str:
@@ -270,7 +268,7 @@ class Investigation:
         return ""
 
     def _calls(self, path: str = "") -> str:
-        return _text_of_calls(self._many.module, self._record.begun, self._modes, _BY_SAMPLE, path)
+        return _text_of_calls(self._many, self._record.begun, _BY_SAMPLE, path)
 
     def _changed_parameter(self, call: ModuleCall) -> str:
         """Return a note if a module changes one of its parameters in place, with another value in replicas."""
@@ -282,13 +280,18 @@ class Investigation:
         return ""
 
 
-def _text_of_calls(
-    model: nn.Module, on_one: Mapping[str, int], modes: Sequence[CheckMode], remedy: str, path: str = ""
-) -> str:
-    """Return a note about the first synchronized layer with another number of calls in replicas than on one device."""
-    modules = model.get_submodule(path).named_modules(prefix=path)
+def _text_of_calls(run: TwinRun, on_one: Mapping[str, int], remedy: str, path: str = "") -> str:
+    """Return a note about the first synchronized layer with another number of calls in replicas than on one device.
+
+    Args:
+        run: the run in replicas.
+        on_one: number of calls on one device, by the name of the module.
+        remedy: advice at the end of the note.
+        path: name of the module to search for such a layer; "" for the whole model.
+    """
+    modules = run.module.get_submodule(path).named_modules(prefix=path)
     for name in [name for name, module in modules if _synchronizes(module)]:
-        others = [mode.begun[name] for mode in modes]
+        others = [mode.begun[name] for mode in run.parallel.modes]
         if {*others} != {on_one[name]}:
             return f"number of calls of {name}: {on_one[name]} on one device, {others} in replicas{remedy}"
     return ""
@@ -327,14 +330,13 @@ def text_of_failure(error: Exception, run: TwinRun) -> str:
         error: the error from one of the replicas.
         run: the failed run, with the copy of the model.
     """
-    model, modes = run.module, run.parallel.modes
-    calls = _text_of_calls(model, run.check.begun, modes, _AS_OFTEN) if isinstance(error, ReplicaSyncError) else ""
+    calls = _text_of_calls(run, run.check.begun, _AS_OFTEN) if isinstance(error, ReplicaSyncError) else ""
     text = f"runs on one device, but not in replicas: {type(error).__name__}: {calls or shortened(error, 30)}"
     where = ""
     # The other replicas wait for the failed replica, and raise errors of their own when their wait ends.
-    for call, _ in [mode.failed for mode in modes if mode.failed and mode.failed[1] is error]:
-        where = f"raised in {_name_of_call(call, model)}"
-        module = model.get_submodule(call.key[0])
+    for call, _ in [mode.failed for mode in run.parallel.modes if mode.failed and mode.failed[1] is error]:
+        where = f"raised in {_name_of_call(call, run.module)}"
+        module = run.module.get_submodule(call.key[0])
         if "batch_norm" in call.called and "Expected more than 1 value" in text and not _uses_batch(module):
             where += f": {_cause_in_norm(module, call.called, 1) or _PLAIN_NORM}"
     return joined(text, where, run.text_of_hooks())

@@ -278,16 +278,11 @@ def shortened(error: Exception, most: int) -> str:
     return " ".join(words[:most]) + (" ..." if len(words) > most else "")
 
 
-def closure_of(function: Any) -> list[Any]:
-    """Return the closure values of a function; an empty list if a variable is not set yet."""
-    with suppress(ValueError):
-        return [cell.cell_contents for cell in function.__closure__ or ()] if type(function) is FunctionType else []
-    return []
-
-
 def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
     """Return a hook whose closure holds the copies instead of the user's modules."""
-    closure = closure_of(hook)
+    closure = list[Any]()
+    with suppress(ValueError):  # A variable of the closure is not set yet.
+        closure = [cell.cell_contents for cell in hook.__closure__ or ()] if type(hook) is FunctionType else []
     if not copies.keys() & set(map(id, closure)):
         return hook
     cells = tuple([CellType(copies.get(id(value), value)) for value in closure])
