@@ -234,18 +234,18 @@ class CompareMode(CheckMode):
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
         on_one = self._one.calls.get(call.key)
-        call.agrees = on_one is not None and agree(arguments, on_one.arguments, self._rows[self._number])
-        # A new container without a graph: `forward` may change its lists, and a graph would take memory.
-        call.arguments = mapped(arguments, Tensor.detach) if call.agrees else None
-        self.gets_other = self.gets_other or (None if call.agrees else call)
+        if on_one and agree(arguments, on_one.arguments, self._rows[self._number]):
+            # A new container without a graph: `forward` may change a list of arguments, and a graph would take memory.
+            call.arguments = mapped(arguments, Tensor.detach)
+        else:
+            self.gets_other = self.gets_other or call
 
     def end(self, call: ModuleCall, output: Any) -> None:
         if on_one := self._one.calls.get(call.key):
-            pairs = compared(output, on_one.output, self._rows[self._number])
-            is_suspect = call.agrees and any(gap(*pair) for pair in pairs)
-            call.module, call.arguments = None, call.arguments if is_suspect else None
-            call.output = mapped(output, lambda tensor: tensor.detach().clone()) if is_suspect else None
-            on_one.in_replicas[self._number] = call
+            agrees = call.arguments is not None
+            call.gap = describe_gap(output, on_one.output, self._rows[self._number]) if agrees else ("", "")
+            call.module, call.arguments = None, call.arguments if any(call.gap) else None
+            on_one.in_replicas[self._number] = call if agrees else None
             if len(on_one.in_replicas) == len(self._rows) and not suspects_in(on_one, self._model):
                 del self._one.calls[call.key]
 
@@ -278,18 +278,23 @@ def suspects_in(call: ModuleCall, model: nn.Module) -> dict[int, ModuleCall]:
         call: the call on one device, after the same call in all replicas.
         model: the copy of the model with replicas.
     """
-    synchronizes = contains_synchronized(model.get_submodule(call.key[0]))
-    if synchronizes and not all(other.agrees for other in call.in_replicas.values()):
+    if None in call.in_replicas.values() and contains_synchronized(model.get_submodule(call.key[0])):
         return {}
-    # Replicas end in any order.
-    return {number: other for number, other in sorted(call.in_replicas.items()) if other.output is not None}
+    suspects = {number: other for number, other in call.in_replicas.items() if other and any(other.gap)}
+    return dict(sorted(suspects.items()))  # Replicas end in any order.
 
 
 def describe_gap(output: Any, on_one: Any, rows: Rows) -> tuple[str, str]:
-    """Return the name of the tensor with the largest gap in a replica's output, and this gap in words."""
+    """Return the name of the tensor with the largest gap in a replica's output, and this gap in words.
+
+    Return ("", "") if all tensors of the output agree with one device.
+    """
     names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
-    actual, right = max(compared(output, on_one, rows), key=lambda pair: gap(*pair))
-    return names[id(actual)], format_gap(gap(actual, right), actual, right)
+    largest_gap, description = 0.0, ("", "")
+    for actual, right in compared(output, on_one, rows):
+        if (by := gap(actual, right)) > largest_gap:
+            largest_gap, description = by, (names[id(actual)], format_gap(by, actual, right))
+    return description
 
 
 def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:

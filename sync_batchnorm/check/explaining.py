@@ -25,7 +25,6 @@ from .comparing import (
     RecordMode,
     agree,
     compared,
-    describe_gap,
     gap,
     numbers_of,
     reaches_whole,
@@ -195,17 +194,23 @@ class Investigation:
         when the output is replaced by the output on one device.
         """
         model, check = self._many.module, self._check
-        for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
+        calls = [(call, suspects) for call in self._record.calls.values() if (suspects := suspects_in(call, model))]
+        for call, suspects in calls[:_MOST]:
             if self._changes([PatchMode(check.dtype, call, rows) for rows in check.rows]):
-                number, cause = self._cause(call, state)
-                part, how = describe_gap(call.in_replicas[number].output, call.output, check.rows[number])
+                number, cause = self._cause(call, suspects, state)
+                part, how = suspects[number].gap
                 where = f"{part} of {_name_of_call(call, model)}, in replica {number}"
                 return f"first difference: {where}, {how}", cause
         return "", ""
 
-    def _cause(self, call: ModuleCall, state: str) -> tuple[int, str]:
-        """Return (number of the replica with the fault, cause or source line) for a faulty call."""
-        suspects = suspects_in(call, self._many.module)
+    def _cause(self, call: ModuleCall, suspects: Mapping[int, ModuleCall], state: str) -> tuple[int, str]:
+        """Return (number of the replica with the fault, cause or source line) for a faulty module call.
+
+        Args:
+            call: the call on one device.
+            suspects: the same call in replicas with a wrong output, by the number of the replica.
+            state: note about attributes that differed before the pass, or "".
+        """
         first, module = min(suspects), self._many.module.get_submodule(call.key[0])
         cause = _cause_in_norm(module, suspects[first].called, len(call.in_replicas))
         cause = cause or self._changed_parameter(call) or state
@@ -215,12 +220,12 @@ class Investigation:
             with suppress(Exception):  # The model may not run again.
                 line = line_of_call(self._check, self._index, call.key, number)
                 if line[0]:
-                    return number, self._cause_by_line(line, number, call)
-        return first, self._cause_by_line(("", None, ""), first, call)
+                    return number, self._cause_by_line(line, call, number, suspects[number])
+        return first, self._cause_by_line(("", None, ""), call, first, suspects[first])
 
-    def _cause_by_line(self, line: Line, number: int, call: ModuleCall) -> str:
+    def _cause_by_line(self, line: Line, call: ModuleCall, number: int, suspect: ModuleCall) -> str:
         """Return a faulty source line with a remedy. Without a certain line, return the most probable cause."""
-        (text, operation, why), suspect = line, call.in_replicas[number]
+        text, operation, why = line
         module = self._many.module.get_submodule(call.key[0])
         called = {operation.place.name} if operation else suspect.called
         if "grad" in called:  # The fault may be the differentiated value, so the line is left out.
@@ -235,7 +240,7 @@ class Investigation:
             beside = changed if why == CHANGES else ""
         elif "batch_norm" in called:
             beside = _PLAIN_NORM
-        elif operation or (not changed and self._mixes_samples(module, number, call)):
+        elif operation or (not changed and self._mixes_samples(module, call, number, suspect)):
             is_of_torch = type(module).__module__.startswith("torch.nn")  # Its code is correct.
             # Of several input tensors, one may be split along a wrong dimension. A single tensor cannot.
             is_open = is_of_torch or self._check.path or len(tensors_in(self._check.arguments)) > 1
@@ -243,15 +248,15 @@ class Investigation:
             beside = beside if operation else f"{SAMPLES}{beside and '; '}{beside}"
         return "; ".join(filter(None, [text + (why and f": {why}"), beside or changed]))
 
-    def _mixes_samples(self, module: nn.Module, number: int, call: ModuleCall) -> bool:
+    def _mixes_samples(self, module: nn.Module, call: ModuleCall, number: int, suspect: ModuleCall) -> bool:
         """Return whether the output of a module for one sample depends on other samples, and does not change by itself.
 
         A copy of the module runs alone: twice with the inputs of replica `number`, once with the inputs on one device.
         """
         with suppress(Exception), CheckMode(self._check.dtype):
-            chunk = call.in_replicas[number].arguments
             alone = copied(module, self._check.dtype)
-            once, twice, whole = (alone(*args, **kwargs) for args, kwargs in (chunk, chunk, call.arguments))
+            calls = (suspect.arguments, suspect.arguments, call.arguments)
+            once, twice, whole = (alone(*args, **kwargs) for args, kwargs in calls)
             differs = any(gap(*pair) for pair in compared(once, whole, self._check.rows[number]))
             return differs and agree(once, twice) and not any(map(_uses_batch, module.modules()))
         return False
