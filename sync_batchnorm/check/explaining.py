@@ -46,7 +46,7 @@ from .twin import OF_MODULES, CheckMode, ModuleCall, copied, shortened
 
 __all__: list[str] = []
 
-_MOST = 5  # Suspected calls to patch (one pass for each), and attributes to list in a message. Arbitrary.
+_MOST = 5  # Largest number of suspected calls to test, and of attributes in a message. Arbitrary.
 MOST_WORDS = 60  # Largest number of words in a message.
 
 SAMPLES = "what it returns for a sample depends on other samples of the batch"
@@ -89,7 +89,7 @@ class Investigation:
         """Return the message of the error: the difference, its place and its cause."""
         kind, name = self._difference[:2]
         what, *evidence = self._evidence() or [self._difference.text]
-        if self._hooks and name is None:  # On one device, the model may return other shapes.
+        if self._hooks and name is None:  # With the hook, a copy may return other shapes than the model.
             what = "outputs differ"
         # If the loss differs, but no scalar output of a replica does, all outputs agree, and no module is at fault.
         # Outputs of unknown classes are an exception, because the check cannot compare them.
@@ -118,7 +118,7 @@ class Investigation:
         return [what, self._hooks, line, *evidence, self._rows(), note, why, self._state() or self._calls()]
 
     def _why(self) -> str:
-        """Return the cause of the difference for the caller, or "" if the cause is not certain."""
+        """Return the cause of a difference without a faulty module call, or "" if the cause is not certain."""
         kind, name = self._difference[:2]
         why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
@@ -128,7 +128,7 @@ class Investigation:
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 
     def _where_to_look(self) -> str:
-        """Return advice for a wrong gradient: the last right gradient before it in the backward pass, and suspects."""
+        """Return advice on where to look for the cause of a wrong gradient."""
         kind, name = self._difference[:2]
         if kind != "gradient" or any(True for _ in scalars(self._of_one, self._of_many)):
             return ""
@@ -139,7 +139,7 @@ class Investigation:
         return f"{where} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
 
     def _rows(self) -> str:
-        """Return a note on an output with the right rows in another order, if rows are not samples."""
+        """Return a note if an output has the right rows in another order, and another number of rows than samples."""
         one, many = (taken["output"].get(self._difference.name) for taken in (self._of_one, self._of_many))
         total = self._check.rows[0].total
         if one is None or many is None or not one.dim() or len(one) == total:
@@ -153,11 +153,11 @@ class Investigation:
             return f"the buffer {', '.join(buffers)} differs from that on one device: {IN_PLACE}"
         differs = f"{', '.join(self._lost)} differs from one device" if self._lost else ""
         why = f"what forward() sets on self ends with the replica, so {differs}; change a buffer in place instead, or"
-        # With hooks, the attribute may have been set on the original model.
+        # A hook that refers to the user's model may have set the attribute there.
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
-        """Return whether the wrong result changes if the replicas run in these modes."""
+        """Return whether the wrong result changes if the replicas run the pass with these function modes."""
         kind, name = self._difference[:2]
         with suppress(FailsInReplicas):  # A patched output may have a wrong shape for the replica.
             seen = TwinRun(self._check, False, self._index).take(self._index, kind, modes)[kind]
@@ -167,7 +167,7 @@ class Investigation:
     def _evidence(self) -> list[str]:
         """Return notes about the scalar outputs of replicas, such as a loss.
 
-        The notes quote values of the unperturbed model if its forward pass differs, too: the user knows these values.
+        If replicas of the unperturbed model differ, too, the notes quote its values, because the user knows them.
         """
         kind, name = self._difference[:2]
         is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
@@ -228,7 +228,7 @@ class Investigation:
         text, operation, why = line
         module = self._many.module.get_submodule(call.key[0])
         called = {operation.place.name} if operation else suspect.called
-        if "grad" in called:  # The fault may be the differentiated value, so the line is left out.
+        if "grad" in called:  # The line is left out, as the fault may be in the value to differentiate.
             return _GRADIENT
         names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
         changed = names and f"{names} changed in this pass"
@@ -242,7 +242,7 @@ class Investigation:
             beside = _PLAIN_NORM
         elif operation or (not changed and self._mixes_samples(module, call, number, suspect)):
             is_of_torch = type(module).__module__.startswith("torch.nn")  # Its code is correct.
-            # Of several input tensors, one may be split along a wrong dimension. A single tensor cannot.
+            # If there are several input tensors, one of them may be split along a wrong dimension.
             is_open = is_of_torch or self._check.path or len(tensors_in(self._check.arguments)) > 1
             beside = beside or (_NO_SAMPLES if is_open else "")
             beside = beside if operation else f"{SAMPLES}{beside and '; '}{beside}"
@@ -276,7 +276,7 @@ class Investigation:
         return _text_of_calls(self._many, self._record.begun, _BY_SAMPLE, path)
 
     def _changed_parameter(self, call: ModuleCall) -> str:
-        """Return a note if a module changes one of its parameters in place, with another value in replicas."""
+        """Return a note if a module changes a parameter in place, and the parameter differs in replicas."""
         one, many = (taken["parameter"] for taken in (self._of_one, self._of_many))
         for name, _ in call.module.named_parameters(prefix=call.key[0]):
             if name in many and name not in self._of_one["assigned"] and gap(many[name], one[name]):

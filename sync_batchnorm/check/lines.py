@@ -17,10 +17,9 @@ Our way is to correct results, and to see whether the output of the call becomes
     pass 2   Patch `max` alone: the output of the call stays wrong, so `max` is innocent.
     pass 3   Patch `sum` alone: the output is right. The difference begins with `sum`.
 
-If there are two faults, the first fault with an effect on the output is named. Integer results are an exception: an
-index of other rows has an effect and may be correct. An operation with an input of another shape is named only if
-patching this operation alone makes the output right; the message then names the origin of the input, too. If nothing is
-certain, no line is named.
+Of two faulty lines, the first line with an effect on the output is named. Integer results are patched last, because an
+index into other rows may be correct. An operation with a wrong input is patched last, too: if its patch makes the
+output right, the message names the operation that made the input. If nothing is certain, no line is named.
 
 All this code runs only after the check has found a difference.
 """
@@ -36,36 +35,51 @@ from .passes import Check, FailsInReplicas, TwinRun
 
 __all__: list[str] = []
 
-_MOST = 5  # Candidates to patch, one pass each. Arbitrary.
+_MOST = 5  # Largest number of operations to patch, with one pass for each. Arbitrary.
 
 RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
 SEEDED = "it draws the same random numbers in each replica, because of a seed or a generator of its own"
 CHANGES = "it returns something else each time: look for state, a generator of its own, or the time"
 
-# The message about a faulty line or "", its operation if one is at fault, and the cause of the fault or "".
+# A faulty line: the message about it or "", the faulty operation in this line or None, and the cause or "".
 Line = tuple[str, Operation | None, str]
 
 
 def line_of_call(check: Check, index: int, key: tuple[str, int], number: int) -> Line:
-    """Return the line where the module call `key` of replica `number` goes wrong in pass `index`."""
+    """Return the line where a module call in a replica goes wrong.
+
+    Args:
+        check: the model and options of the check.
+        index: number of the pass.
+        key: name of the module, and number of its earlier calls in the pass.
+        number: number of the replica.
+    """
     one = RecordOperations(check.dtype, key)
     TwinRun(check, True, index).take(index, "output", [one])
 
     def take(accepts: Accepts) -> CorrectOperations | None:
         modes = [CorrectOperations(one, [rows], accepts) for rows in check.rows]
-        with suppress(FailsInReplicas):  # A patched result may have a wrong shape for later operations.
+        with suppress(FailsInReplicas):  # A later operation may raise an error for the shape of a patched result.
             TwinRun(check, False, index).take(index, "output", modes)
             return modes[number]
         return None
 
-    if not one.operations:  # A module of torch runs no user code.
+    if not one.operations:  # A module of torch has no code of the user.
         return f"it begins with {one.caller}" if one.caller else "", None, ""
     text, operation = _search(take, number)
     return text, operation, _cause(check, index, key, operation) if operation else ""
 
 
 def line_of_gradient(check: Check, index: int, name: str) -> str:
-    """Return the line in a hook or autograd function where the gradient `name` goes wrong in the backward pass."""
+    """Return a message about the line where a gradient goes wrong in the backward pass, or "".
+
+    It is a line of a hook, or of the backward method of a custom autograd function.
+
+    Args:
+        check: the model and options of the check.
+        index: number of the pass.
+        name: name of the parameter or input with the wrong gradient.
+    """
 
     def gradient(is_one: bool, mode: RecordOperations | CorrectOperations) -> Any:
         side = TwinRun(check, is_one, index)
@@ -87,11 +101,11 @@ def line_of_gradient(check: Check, index: int, name: str) -> str:
 
 
 def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0) -> tuple[str, Operation | None]:
-    """Return (message, operation) for the first line with a proven effect, or ("", None).
+    """Return (message, operation) for the first line with an effect on the output, or ("", None).
 
     Args:
-        take: runs a pass with the accepted operations patched, and returns the mode of the replica with the wrong
-            result, or None if the pass fails.
+        take: runs a pass with patches for the accepted operations. Returns the function mode of the replica with the
+            wrong output, or None after an error.
         number: number of this replica.
     """
 
@@ -104,7 +118,7 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
     candidates = [*filter(Operation.gets_the_same_floats, together.candidates.values() if together else ())]
     for operation in candidates[:_MOST]:
         alone = patch_alone(operation)
-        # Alone, it repairs the output; or all candidates together do, and this candidate contributes.
+        # The patch of this operation makes the output right; or all patches together do, and this one contributes.
         contributes = alone and together and together.is_right and not agree(alone.output, as_it_is.output)
         if alone and (alone.is_right or contributes):
             return _line_of(operation)
@@ -116,19 +130,22 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
 
 
 def _origin_of(operation: Operation) -> Operation | None:
-    """Return the operation that gave another operation its different input, if it is certain."""
+    """Return the operation at the origin of another operation's wrong input, or None if the origin is not certain."""
     roots = operation.roots()
     root = next(iter(roots)) if len(roots) == 1 else None
     if any(root and root.synchronizes for root in roots):
-        return None  # The inputs agree in this replica, so the fault lies in another one.
-    if root and not root.fits and root.has_size_of_values():  # It selects rows by values, perhaps correctly.
+        return None  # The inputs agree in this replica, so the fault lies in another replica.
+    if root and not root.fits and root.has_size_of_values():  # This operation may select the right rows by values.
         root = None if any(here and here.fits for here, _ in operation.origins()) else operation
-    # A call of a faulty submodule would have been found before.
+    # A call of a submodule is no origin: the check would have found a faulty submodule before.
     return root if root and (root is not operation or operation.called) else None
 
 
 def _line_of(operation: Operation) -> tuple[str, Operation]:
-    """Return the message about the line of a faulty operation, and the operation with this line."""
+    """Return (message, operation) for a faulty operation.
+
+    If one of its inputs is a similarity matrix, the message names the operation that made the matrix.
+    """
     numbers = operation.numbers()[:2]
     if (pairs := operation.pairs) and not numbers:
         return f"it begins with {pairs.place}, two dimensions of which are samples", pairs
@@ -142,9 +159,10 @@ def _number(value: Any) -> str:
 
 
 def _other_way(mode: CorrectOperations, number: int) -> tuple[str, Operation | None]:
-    """Return (message, operation) for a line that only the replica, or only one device, ran, or ("", None).
+    """Return (message, operation) for a line that either one device or the replica has not run, or ("", None).
 
-    The search goes back from the output of the observed call to the first operation with another counterpart.
+    The search goes back from the output of the module call, from operation to operation, as long as one device
+    and the replica ran the same operation.
     """
     operation = here = there = mode.of_output
     while operation and len(origins := {*operation.origins()}) == 1:
@@ -162,16 +180,16 @@ def _other_way(mode: CorrectOperations, number: int) -> tuple[str, Operation | N
 
 
 def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation) -> str:
-    """Return the cause if it is state or random numbers, or "".
+    """Return the cause of a fault if it is state or random numbers, or "".
 
-    One device runs the pass once more with the same seed, then with another seed. Results with the same seed differ if
-    state changes them. Results with another seed differ if random numbers change them.
+    One device runs the pass twice with the same seed, then once with another seed. If the result of the operation
+    differs for the same seed, the cause is state. If it differs for another seed, the cause is random numbers.
     """
     side = TwinRun(check, True, index, is_moved=False)  # All three passes need the same parameters.
     first, again, other = (RecordOperations(check.dtype, key) for _ in range(3))
     for seed, mode in ((index, first), (index, again), (index + 1, other)):
         side.take(seed, "output", [mode])
-    with suppress(LookupError):  # The operation may not run again.
+    with suppress(LookupError):  # An operation that does not run in each pass is not found.
         if _varies(operation, first, again):
             return CHANGES
         if _varies(operation, again, other):
@@ -180,7 +198,7 @@ def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation)
 
 
 def _varies(operation: Operation, before: RecordOperations, after: RecordOperations) -> bool:
-    """Return whether the result of an operation changes between two passes with the same inputs of the call."""
+    """Return whether the result of an operation changes between two passes with the same inputs of the module call."""
     if not agree(before.arguments, after.arguments) or operation.on_one is None:
         return agree(before.arguments, after.arguments) and before.times != after.times
     number = operation.on_one.number

@@ -1,15 +1,15 @@
 """Check that replicas of a model compute the same as one device: `assert_matches_one_device`.
 
-The obvious check compares each layer. It fails for models that are correct as a whole, such as one that sums in its
-`gather`. Therefore only results for the caller decide: outputs, loss, gradients, parameters and buffers, in three
-passes.
+The obvious check compares the output of each layer. It fails for models that are right as a whole, such as a model that
+sums in its `gather`. Therefore only results for the caller of the model count: outputs, loss, gradients, parameters and
+buffers, in three training passes.
 
-    three passes --differ--> rounding too? --no--> explaining.Investigation: which module, line, cause
-         |                       |
-        agree                   yes: the parameters, perturbed by 1e-12, move the result as far
+    three passes --differ--> is it rounding? --no--> explaining.Investigation (names the module, line and cause)
+         |                         |
+        agree                     yes (a perturbation of parameters by 1e-12 moves the result as far)
 
-Rounding cannot be told by a fixed tolerance, because some models amplify it. Hence the second step: it runs only after
-a difference.
+A fixed tolerance cannot tell errors from rounding, because some models amplify rounding. Therefore the check measures
+rounding (see passes.py), but only after it has found a difference.
 """
 
 import random
@@ -29,10 +29,11 @@ from .passes import Check, FailsInReplicas, Loss, Observed, TwinRun, beyond_roun
 
 __all__ = ["assert_matches_one_device"]
 
-# State lost in the first pass shows in the second. The third shows the state of schedules that start in the second.
+# Number of passes. State that a replica loses in the first pass shows in the second pass. The third pass shows the same
+# for state that begins to change in the second pass, as in a schedule.
 _PASSES = 3
 
-# Functions of torch that refuse CPU tensors: their error text, and the method of `super()` to call instead.
+# Functions of torch that refuse tensors on the CPU: a part of their error, and the method of `super()` to call instead.
 _REFUSED_BY_TORCH = {
     "Gather function not implemented for CPU": "gather(outputs, output_device)",
     "Expected a non cpu device": "scatter(inputs, kwargs, device_ids)",
@@ -81,7 +82,7 @@ def assert_matches_one_device(
     check_module(model)
     check_number("replicas", replicas)
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    # The caller may be in inference mode, but the check needs gradients.
+    # The check needs gradients, even if it is called in inference mode.
     with _random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         try:
             with collected_warnings() as warned, _steps_of_torch_named():
@@ -106,12 +107,12 @@ def _random_states_kept() -> Iterator[None]:
 
 
 def _compare(check: Check) -> str:
-    """Raise an error for the first difference beyond rounding; return a warning about equal chunks, or nothing."""
+    """Raise an error for the first difference that is no rounding. Return a warning about equal chunks, or ""."""
     one, many, doubt = None, None, ""
     for index in range(_PASSES):
         one = one or TwinRun(check, True, index)
         of_one = _on_one_device(check, one, index)
-        many = many or TwinRun(check, False, index)  # Made late, to save memory.
+        many = many or TwinRun(check, False, index)  # This copy is made late, to save memory.
         of_many = many.take(index)
         _refuse_unseen(check, of_many)
         doubt = doubt or _hidden_by_equal_chunks(check, of_one, of_many)
@@ -125,7 +126,10 @@ def _compare(check: Check) -> str:
 
 
 def _hidden_by_equal_chunks(check: Check, one: Observed, many: Observed) -> str:
-    """Return a warning if means of equal chunks differ between replicas, and their mean is that of the batch."""
+    """Return a warning if each replica may return the mean of its chunk, and all chunks are equal; otherwise "".
+
+    The mean of the means of equal chunks is right, while the mean of the means of different chunks is not.
+    """
     are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
     if len({len(rows.here) for rows in check.rows}) > 1 or not are_means:
         return ""
@@ -137,7 +141,7 @@ def _hidden_by_equal_chunks(check: Check, one: Observed, many: Observed) -> str:
 
 
 def _on_one_device(check: Check, one: TwinRun, index: int) -> Observed:
-    """Run a pass on one device. An error gets a note about the copy."""
+    """Run a pass on one device. Add a note to an error: it comes from a copy of the model on the CPU."""
     try:
         return one.take(index)
     except Exception as error:
@@ -150,7 +154,7 @@ def _on_one_device(check: Check, one: TwinRun, index: int) -> Observed:
 
 @contextmanager
 def _steps_of_torch_named() -> Iterator[None]:
-    """Translate torch's errors about CPU tensors: name the user's method that calls the function, and the remedy."""
+    """Translate torch's errors about tensors on the CPU: name the user's method, and the method to call instead."""
     try:
         yield
     except Exception as error:
@@ -162,7 +166,7 @@ def _steps_of_torch_named() -> Iterator[None]:
 
 
 def _refuse_unseen(check: Check, many: Observed) -> None:
-    """Raise a TypeError for outputs of unknown classes, if there is no `loss` to compare instead."""
+    """Raise a TypeError for outputs of unknown classes, unless there is a `loss` to compare in place of the outputs."""
     for path, kind in many["unseen"].items() if check.loss is None else ():
         raise TypeError(
             f"expected outputs to compare, but got {path} of class {kind}, in which no tensors can be seen; return "

@@ -1,13 +1,13 @@
 """Observe the operations in the code of one module call, and compare operations in replicas with one device.
 
-**Operations** are the torch functions in the code of the module itself, and the calls of its submodules (one operation
-for each call). Each operation has a key: its place in the user's source code, and the number of earlier runs of this
-place. In a loop of another length, or in a backward pass with the hooks of all replicas, these numbers do not match.
-There, a run in a replica is compared with the run on one device at the same place with the same inputs.
+An **operation** is a call of a torch function in the code of the module itself, or a call of a submodule. It is found
+on one device by its place in the user's source code, and by the number of earlier runs of this place. These numbers do
+not match in a loop of another length, or in a backward pass with the hooks of all replicas. In these cases, a run in a
+replica is compared with the run of the same place on one device that has the same inputs.
 
-**Rows** of a replica are found by sizes: a dimension holds samples if its size is proportional to the number of rows of
-the replica (see `chunk_of`). This is ambiguous if a size depends on values, as for `nonzero`, `x[mask]`, or padded
-sequences. Results of other shapes are not compared.
+The **rows** of a replica are found by sizes: a dimension holds samples if its size is proportional to the number of
+rows in the replica's chunk (see `chunk_of`). Sizes that depend on values are ambiguous, as for `nonzero`, `x[mask]`, or
+padded sequences. Therefore results of other shapes than on one device are not compared.
 """
 
 import linecache
@@ -46,27 +46,27 @@ from .twin import CallKey, CheckMode, ModuleCall, Rows, go_backward
 
 __all__: list[str] = []
 
-_WIDTH = 60  # Characters of quoted source code. Arbitrary.
+_WIDTH = 60  # Largest number of quoted characters of source code. Arbitrary.
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CHECK = os.path.dirname(__file__) + os.sep
 _LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
-Accepts = Callable[["Operation"], bool]  # which operations with a wrong result to patch
+Accepts = Callable[["Operation"], bool]  # returns whether to replace the wrong result of an operation
 
 
 class Place(NamedTuple):
     """The place of an operation in the user's source code."""
 
     code: CodeType  # code object of the user's function
-    instruction: int  # offset of the bytecode instruction
-    name: str  # name of the torch function or module that the instruction calls
+    instruction: int  # offset of the bytecode instruction in this code object
+    name: str  # name of the called torch function or submodule
 
     def __str__(self) -> str:
-        """Return the quoted source, file, line and function."""
+        """Return the quoted source code, with the names of its file and function, and the number of its line."""
         line, end, column, end_column = list(self.code.co_positions())[self.instruction // 2]
         file, line = self.code.co_filename, line or self.code.co_firstlineno
         lines = [text.encode() for text in linecache.getlines(file)[line - 1 : end or line]]
-        if lines and self.name != "__setitem__":  # Python ends the columns of an assignment at its equals sign.
+        if lines and self.name != "__setitem__":  # For an assignment, Python's columns end at the equals sign.
             lines[-1] = lines[-1][:end_column]
             lines[0] = lines[0][column:]
         source = " ".join(b"".join(lines).decode(errors="ignore").split())
@@ -79,23 +79,24 @@ class Operation:
     """One run of an operation, on one device or in a replica."""
 
     place: Place
-    number: int  # number of earlier runs of the same place
+    number: int  # number of earlier runs of the same place in the pass
     synchronizes: bool  # whether the result depends on the inputs of other replicas, too
-    # Fields of an operation on one device:
+    # The fields of an operation on one device:
     arguments: Any = None  # copies of the inputs
-    result: Any = None  # a copy of the result
-    draws: bool = False  # whether the operation draws random numbers of torch
-    # Fields of an operation in a replica:
-    called: Any = None  # the torch function, its args and its kwargs; None for a call of a submodule
-    on_one: "Operation | None" = None  # the same operation on one device; None if there is none
-    rows: Rows = WHOLE  # rows of the batch in the inputs
-    # Inputs that differ, as pairs (replica, one device): the scalar itself; or the operation that made the tensor, None
-    # for a tensor from outside the observed code.
+    result: Any = None  # copy of the result
+    draws: bool = False  # whether the operation draws random numbers from a generator of torch
+    # The fields of an operation in a replica:
+    called: Any = None  # (torch function, args, kwargs) of the operation, or None for a call of a submodule
+    on_one: "Operation | None" = None  # the same operation on one device, or None if one device has not run it
+    rows: Rows = WHOLE  # rows of the replica's chunk in the batch
+    # The inputs that differ from one device, as pairs (replica, one device). A scalar stands for itself. The operation
+    # that made a tensor stands for the tensor, and None for a tensor from outside of the observed code.
     different_inputs: list[tuple[Any, Any]] = field(default_factory=list)
-    pairs: "Operation | None" = None  # origin of an input with two dimensions of samples, such as a similarity matrix
+    # The operation that made an input with two dimensions of samples, such as a similarity matrix.
+    pairs: "Operation | None" = None
     has_pairs: bool = False  # whether the result has two dimensions of samples
-    differs: bool = False  # whether the result differs from one device
-    fits: bool = True  # whether the result has a shape that can be compared with one device
+    differs: bool = False  # whether the result differs from the result on one device
+    fits: bool = True  # whether the shape of the result allows a comparison with one device
 
     def numbers(self) -> list[tuple[Any, Any]]:
         """Return the different scalar inputs as pairs (replica, one device)."""
@@ -106,47 +107,52 @@ class Operation:
         return [pair for pair in self.different_inputs if any(isinstance(origin, Operation) for origin in pair)]
 
     def gets_another(self) -> bool:
-        """Return whether a tensor input from outside the observed code differs."""
+        """Return whether an input tensor from outside of the observed code differs from one device."""
         return (None, None) in self.different_inputs
 
     def is_candidate(self) -> bool:
-        """Return whether the fault may lie in this operation, or in the origin of its inputs."""
+        """Return whether the fault may lie in this operation, or in an operation that made one of its inputs."""
         return self.differs and self.fits and bool(self.origins() or not self.synchronizes)
 
     def gets_the_same(self) -> bool:
-        """Return whether all inputs from other operations agree with one device."""
+        """Return whether all inputs that other operations made agree with one device."""
         return self.on_one is not None and not self.origins()
 
     def gets_the_same_floats(self) -> bool:
-        """Return whether these inputs agree and all results are floating-point or complex tensors."""
+        """Return whether all inputs that other operations made agree, and all results are floats or complex numbers."""
         results = tensors_of(self.on_one and self.on_one.result)
         return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
     def roots(self) -> "set[Operation | None]":
-        """Return the operations where the differences of the inputs begin. None stands for an unknown operation."""
+        """Return the operations where the differences of the inputs begin; None stands for an unknown operation."""
         pairs = self.origins()
         origins = {here if here and here.on_one is there and here.differs else None for here, there in pairs}
         roots = {root for origin in origins for root in (origin.roots() if origin else {None})} or {self}
-        # One operation that made several of the inputs is the root itself.
+        # If one operation made all different inputs, and several roots lead to it, the operation itself is the root.
         return roots if len(roots) == 1 or len(origins) > 1 else origins
 
     def has_size_of_values(self) -> bool:
         """Return whether the shape of the result depends on values, as for `nonzero`."""
-        with suppress(Exception):  # The meta device raises an error, because its tensors have no values.
+        with suppress(Exception):  # A function that needs values raises an error for tensors on the meta device.
             args, kwargs = mapped(self.called[1:], lambda tensor: tensor.detach().to("meta"))
             return self.called[0](*args, **kwargs) is NotImplemented
         return True
 
 
 class _OperationMode(CheckMode):
-    """Observe the operations of the module call `key`, or, without a key, of user code in a backward pass."""
+    """Observe the operations of one module call, or of the user's code in a backward pass.
+
+    Args:
+        dtype: dtype of the pass.
+        key: key of the module call; None for the user's code in a backward pass.
+    """
 
     def __init__(self, dtype: torch.dtype, key: CallKey | None) -> None:
         super().__init__(dtype)
         self.key = key
-        self.times: Counter[Place] = Counter()  # number of runs of each place
+        self.times: Counter[Place] = Counter()  # number of runs of each place in the source code
         self.makers = dict[int, Operation]()  # the operation that made a tensor, by the id of the tensor
-        self._running_children = dict[int, Operation]()  # operations for calls of submodules, by the id of the call
+        self._running_children = dict[int, Operation]()  # the running calls of submodules, by the id of the call
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         operation = self._started(getattr(func, "__name__", ""))
@@ -160,7 +166,7 @@ class _OperationMode(CheckMode):
         if first is not None and first._version != version:
             self.observe_result(operation, first, is_in_place=True)
             return output
-        if isinstance(output, Iterator):  # iter(tensor) yields the rows of the tensor.
+        if isinstance(output, Iterator):  # as from iter(tensor)
             return iter(self.observe_result(operation, list(output)))
         return self.observe_result(operation, output)
 
@@ -174,7 +180,7 @@ class _OperationMode(CheckMode):
         return self.observe_result(operation, output) if operation else None
 
     def _started(self, name: str, child: nn.Module | None = None) -> Operation | None:
-        """Return a new operation for a torch function or a submodule; None outside the observed code."""
+        """Return an operation for the call of a torch function or submodule, or None outside of the observed code."""
         call = self._running[-1]
         if (call.module is None or call.key != self.key) if self.key else call.module is not None:
             return None
@@ -188,22 +194,25 @@ class _OperationMode(CheckMode):
         )
 
     def observe_inputs(self, operation: Operation, arguments: Any) -> None:
-        """Record or compare the inputs of an operation before it runs."""
+        """Record the inputs of an operation, or compare them with one device, before the operation runs."""
 
     def observe_result(self, operation: Operation, output: Any, is_in_place: bool = False) -> Any:
-        """Record or compare the result of an operation, and return the result to use instead.
+        """Record the result of an operation, or compare it with one device, and return the result to use instead.
 
         Args:
             operation: the operation.
-            output: the result, or the input tensor that the operation has changed.
-            is_in_place: whether `output` is such an input tensor.
+            output: the result. For an operation in place, it is the changed input tensor.
+            is_in_place: whether the operation has changed its first input in place.
         """
 
 
 def _frame_of_user(module: nn.Module | None) -> tuple[FrameType | None, bool]:
-    """Return (innermost frame of the user's code in a module call, whether a layer of this library runs inside it).
+    """Return (innermost frame of the user's code, whether a layer of this library runs inside of this frame).
 
-    The frame is None if the call runs no user code, as for a module of torch.
+    The frame is None if the running module has no code of the user, as a module of torch.
+
+    Args:
+        module: the module of the running call, or None in a backward pass.
     """
     frame, is_in_layer = sys._getframe(1), False
     while frame := frame.f_back:  # type: ignore[assignment]
@@ -221,9 +230,10 @@ class RecordOperations(_OperationMode, RecordMode):
 
     def __init__(self, dtype: torch.dtype, key: CallKey | None) -> None:
         super().__init__(dtype, key)
-        self.operations = dict[Place, list[Operation]]()
-        self.arguments = self.output = None  # copies of the inputs and the output of the observed call
-        self.caller: Place | None = None  # line of the observed call; None if a container such as Sequential makes it
+        self.operations = dict[Place, list[Operation]]()  # for each place, its runs in their order
+        self.arguments = self.output = None  # copies of the inputs and the output of the observed module call
+        # The line that makes the observed call, or None if a container of torch makes it, such as nn.Sequential.
+        self.caller: Place | None = None
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
         if call.key == self.key:
@@ -252,19 +262,24 @@ class RecordOperations(_OperationMode, RecordMode):
 
 
 class CorrectOperations(_OperationMode):
-    """Compare operations in replicas with one device, and patch the results of accepted operations.
+    """Compare operations in replicas with one device, and replace the results of some of them by the right results.
 
-    `rows` holds the rows of one replica in a forward pass, and of all replicas in a backward pass.
+    Args:
+        one: the operations on one device.
+        rows: the rows of the replica in a forward pass, or the rows of all replicas in a backward pass.
+        accepts: whether to replace the wrong result of an operation.
     """
 
     def __init__(self, one: RecordOperations, rows: Sequence[Rows], accepts: Accepts) -> None:
         super().__init__(one.dtype, one.key)
         self.one, self._rows, self._accepts = one, rows, accepts
-        self._alive: list[Tensor] = []  # results of operations: no other tensor gets the id of a living tensor
-        self.candidates = dict[Place, Operation]()  # the first candidate of each place
+        self._alive: list[Tensor] = []  # keeps results alive: another tensor may get the id of a freed tensor
+        self.candidates = dict[Place, Operation]()  # for each place, the first operation that may be faulty
         self.is_right = False  # whether the output of the observed call agrees with one device
-        self.output: Any = None  # of the observed call
-        self.of_output: Operation | None = None  # a pseudo-operation: its input is the output of the observed call
+        self.output: Any = None  # output of the observed call
+        self.of_output: Operation | None = (
+            None  # a made-up operation that gets the output of the observed call as input
+        )
 
     def end(self, call: ModuleCall, output: Any) -> Any:
         if call.key != self.key:
@@ -284,7 +299,7 @@ class CorrectOperations(_OperationMode):
             self._compare_inputs(operation, arguments, other.arguments, rows)
             if operation.gets_the_same() and not operation.gets_another():
                 return
-        if not same or not self.key:  # In a backward pass, the hooks of all replicas run in any order.
+        if not same or not self.key:  # In a backward pass, hooks of all replicas run in any order.
             operation.on_one = None
 
     def _compare_inputs(self, operation: Operation, arguments: Any, on_one: Any, rows: Rows) -> None:
@@ -305,7 +320,7 @@ class CorrectOperations(_OperationMode):
         right = self._compare_result(operation, output)
         if operation.is_candidate():
             self.candidates.setdefault(operation.place, operation)
-            if self._accepts(operation) and is_in_place:  # User code holds this tensor, so it is patched in place.
+            if self._accepts(operation) and is_in_place:  # The user's code keeps this tensor object.
                 output.data.copy_(right[id(output)])
             elif self._accepts(operation):
                 output = mapped(output, lambda tensor: right.get(id(tensor), tensor))
@@ -315,7 +330,7 @@ class CorrectOperations(_OperationMode):
         return output
 
     def _compare_result(self, operation: Operation, output: Any) -> dict[int, Tensor]:
-        """Compare a result with one device. Return the right tensor for each different tensor, by its id."""
+        """Compare a result with one device, and return the right tensors by the ids of the wrong tensors."""
         one, rows, right = operation.on_one, operation.rows, dict[int, Tensor]()
         operation.differs, operation.fits = one is None, one is not None
         try:

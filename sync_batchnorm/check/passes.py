@@ -1,4 +1,12 @@
-"""Run training passes of a model's copies, on one device and in replicas, and compare the results for their caller."""
+"""Run training passes of copies of a model, on one device and in replicas, and compare the results.
+
+Only results that the caller of the model sees are compared: outputs, loss, gradients, parameters and buffers. Models
+may be right as a whole although single layers differ, such as a model that sums in its `gather`.
+
+Rounding is measured: both copies run the pass once more with parameters that are perturbed by a tiny fraction of their
+values. A result that moves by a similar amount differs by rounding. A fixed tolerance would be too small for models
+that amplify rounding, and too large for others.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,37 +26,42 @@ from .twin import CheckMode, Rows, Twin, copied, go_backward, rows_of_chunks, se
 __all__: list[str] = []
 
 IN_FORWARD = ("output", "value", "loss")  # kinds of results that need no backward pass
-# Passes with a backward pass, which takes most of the time. A lost counter shows in the second pass, and may affect
-# gradients alone, so one is not enough.
+# Number of passes with a backward pass, which takes most of the time. One is not enough: state that a replica loses in
+# the first pass shows in the second pass, and perhaps only in its gradients.
 _TRAINING = 2
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # size of the perturbation that measures rounding, by dtype
-# Rounding varies from run to run, so differences up to this multiple of one measurement count as rounding. A result
-# without amplified rounding moves by about 1e-12 if parameters do: a hundred times that is far below the tolerance.
+# The fraction by which parameters are perturbed to measure rounding.
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
+# A difference counts as rounding up to this multiple of one measurement, because rounding varies from run to run. This
+# hides no errors: a perturbation of 1e-12 moves most results by about 1e-12, far below the tolerance.
 _MARGIN = 100
 
 Loss = Callable[[Any], Tensor]
 ResultKey = tuple[str, Any]  # (kind, name) of a result
 
-# Results of a pass, by kind and name:
-#   output, loss, gradient, parameter, buffer   tensors
-#   value      numbers, flags and strings in the output, by path
-#   path       paths of the output tensors
-#   returned   one-element tensors of each replica
-#   added      gradients of parameters after the forward pass
-#   unseen     class names of outputs whose tensors cannot be reached, by path
-#   assigned   names of parameters and buffers that `forward` replaced with other tensors
+# The results of a pass, by their kind and name:
+#   output      tensors in the output of the model, by their index
+#   loss        the loss of the user, by the name "loss", or a random loss, by the name None
+#   gradient    gradients of parameters and inputs, in the order of the backward pass
+#   parameter   parameters after the forward pass
+#   buffer      copies of the persistent buffers after the forward pass
+#   value       numbers, flags and strings in the output of the model, by their path
+#   path        paths of the tensors in the output of the model, by their index
+#   returned    tensors with one element in the output of each replica: by the replica's number, then by their path
+#   added       gradients of parameters after the forward pass, before the backward pass
+#   unseen      class names of objects in the output with unreachable tensors, by their path
+#   assigned    names of parameters and buffers that `forward` has replaced by other tensors
 Observed = dict[str, dict[Any, Any]]
-Pair = tuple[Observed, Observed]  # results of the same pass: on one device, in replicas
+Pair = tuple[Observed, Observed]  # results of the same pass: on one device, and in replicas
 
 
 class FailsInReplicas(Exception):
-    """An error raised only in replicas, with the arguments of `text_of_failure`."""
+    """An error of a pass in replicas. The same pass runs on one device without an error."""
 
 
 def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
     """Return (name, wrapper) of the outermost wrapper in a model, or ("", None).
 
-    A wrapper inside another one is left out: it makes no replicas.
+    A wrapper inside of another wrapper does not count, because it makes no replicas.
 
     Raises:
         ValueError: for several outermost wrappers.
@@ -66,7 +79,7 @@ def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
 
 
 class Check:
-    """The model and options of a check, and facts that its passes find on the way.
+    """The model and the options of a check, and facts about the batch from the first passes.
 
     Raises:
         RuntimeError: if the process belongs to a process group, or the model cannot be copied.
@@ -79,31 +92,42 @@ class Check:
         path, wrapper = _wrapper_in(model)
         if active_group(None) is not None:
             raise RuntimeError("expected a single process, as copies would exchange with others; call it in one alone")
-        if dtype not in ROUNDING:
+        if dtype not in _ROUNDING:
             raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {dtype}")
         self.model = wrapper.module if wrapper and not path else model
         self.arguments, self.wrapper, self.loss, self.dtype = arguments, wrapper, loss, dtype
-        self.path = path  # path of the wrapper inside the model, or ""
-        self.name = f"{path}.module" if path else ""  # name of the replicated module
+        self.path = path  # name of the wrapper, if it is a submodule of the model; or ""
+        self.name = f"{path}.module" if path else ""  # name of the replicated module inside the model
         self.replicas = replicas or max(2, len(wrapper.device_ids) if wrapper else 0)
-        self.grads = list[Tensor]()  # random gradients of outputs, if there is no `loss`
-        self.rows = list[Rows]()  # rows of each chunk
-        self.pads = False  # whether a list of tensors is split by entries and these tensors differ in shape
-        self.begun: Mapping[str, int] = {}  # number of calls in the last pass on one device, by module name
+        self.grads = list[Tensor]()  # random gradients of the outputs, for a check without a `loss`
+        self.rows = list[Rows]()  # rows of each replica's chunk
+        self.pads = False  # whether an argument is a list of samples with different shapes
+        self.begun: Mapping[str, int] = {}  # number of calls of each module in the last pass on one device
         if not path:
             self.note_rows(wrapper_like(wrapper, self.model, self.replicas), *copied(arguments, dtype))
 
     def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
-        """Note the rows of each chunk, and whether lists are padded. A hook calls this for an inner wrapper."""
+        """Note the rows of each replica's chunk, and whether an argument is a list of samples with different shapes.
+
+        If the wrapper is a submodule of the model, a hook of the wrapper calls this method with the wrapper's inputs.
+        """
         self.rows = self.rows or rows_of_chunks(parallel, self.replicas, inputs, kwargs)
         lists = [leaf.value for leaf in Arguments(parallel, inputs, kwargs, 1).tree.leaves if leaf.splits_by_entry()]
         self.pads = any(len({entry.shape for entry in entries if isinstance(entry, Tensor)}) > 1 for entries in lists)
 
 
 class TwinRun(Twin):
-    """A twin that runs passes on one device or in replicas, after `index` earlier ones."""
+    """A copy of the model that runs passes on one device or in replicas.
 
-    backward_mode: CheckMode | None = None
+    Args:
+        check: the model and options of the check.
+        is_one: whether to run on one device.
+        index: number of passes to run at once, so that the copy has the same state as the model after these passes.
+        noise: fraction by which parameters are perturbed before the first pass, to measure rounding.
+        is_moved: whether to perturb parameters before each pass, so that weights of zeros hide no errors.
+    """
+
+    backward_mode: CheckMode | None = None  # function mode for the backward pass, in place of a usual `CheckMode`
 
     def __init__(self, check: Check, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True) -> None:
         super().__init__(check.model, check.arguments, check.dtype, is_one)
@@ -123,11 +147,11 @@ class TwinRun(Twin):
         """Run one pass and return its results.
 
         Args:
-            index: number of the pass. It seeds all random numbers, with other seeds in replicas than on one device.
-            kind: kind of the wanted result. The backward pass is left out if it is not needed.
-            modes: a mode for each replica.
+            index: number of the pass, and seed of its random numbers. Replicas get another seed than one device.
+            kind: kind of the wanted result. A result of the forward pass needs no backward pass.
+            modes: function mode of each replica.
         """
-        self.move(index, 0.01 * self._is_moved)  # Also in the first pass: modules with equal weights may cancel.
+        self.move(index, 0.01 * self._is_moved)  # The first pass needs this, too: equal weights may hide errors.
         self.parallel.modes = modes or [CheckMode(self.check.dtype) for _ in range(self.check.replicas)]
         seed(index if self._is_one or self.check.path else 1000 + index)
         try:
@@ -141,7 +165,7 @@ class TwinRun(Twin):
         dtype, module, parallel = self.check.dtype, self.module, self.parallel
         leaves = [_fresh(leaf) for leaf in leaves_of(self.arguments)]
         asking = {f"input {i}": leaf for i, leaf in enumerate(leaves) if getattr(leaf, "requires_grad", False)}
-        initial = dict(module.named_parameters()) | asking  # before `forward` calls requires_grad_ on other inputs
+        initial = dict(module.named_parameters()) | asking  # before `forward` may call requires_grad_
         inputs, kwargs = with_leaves(self.arguments, iter(leaves))
         memory = self.memory()
         self.order.clear()
@@ -161,9 +185,14 @@ class TwinRun(Twin):
         return seen | {"output": dict(enumerate(map(Tensor.detach, outputs))), "loss": losses, "gradient": grads}
 
     def _after_forward(self, output: Any, memory: Mapping[str, Tensor]) -> Observed:
-        """Return the results of the forward pass, except for output tensors. `memory`: views taken before it."""
+        """Return the results of the forward pass, except for the tensors in the output.
+
+        Args:
+            output: output of the model.
+            memory: views of parameters and buffers from before the forward pass.
+        """
         named = named_leaves(output, "output")
-        # A custom norm need not count its calls, so counters are not compared.
+        # A norm of the user's own may not count its calls, so `num_batches_tracked` is not compared.
         saved = {name for name in self.module.state_dict(keep_vars=True) if not name.endswith("num_batches_tracked")}
         return {
             "path": dict(enumerate([path for path, leaf in named if isinstance(leaf, Tensor)])),
@@ -177,7 +206,7 @@ class TwinRun(Twin):
         }
 
     def _outputs(self, output: Any) -> list[Tensor]:
-        """Return the output tensors. If a custom `gather` returns a list of replica outputs, concatenate them."""
+        """Return the output tensors. If the user's `gather` returns a list of the replicas' outputs, join them."""
         outputs, numbers = tensors_in(output), [len(tensors_in(part)) for part in self.parallel.returned]
         is_list = "gather" in self.parallel.overridden and len({*numbers}) == 1 and len(outputs) == sum(numbers)
         if not is_list or self.check.path:
@@ -186,8 +215,8 @@ class TwinRun(Twin):
         return [torch.cat(group, self.parallel.dim) if group[0].dim() else torch.stack(group) for group in groups]
 
     def _random_loss(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return a loss with a random gradient for each output, or for the mean of scalars from replicas."""
-        if not self.check.grads:  # One device runs first and fixes the shapes.
+        """Return a loss with a random gradient for each output. If replicas return a scalar each, take their mean."""
+        if not self.check.grads:  # One device runs first, so that gradients have the shapes of its outputs.
             generator = torch.Generator().manual_seed(0)
             self.check.grads = [torch.randn(tensor.shape, generator=generator) for tensor in outputs]
         pairs = zip(outputs, self.check.grads, strict=False)
@@ -204,15 +233,15 @@ def _check_loss(loss: Any, outputs: Sequence[Tensor]) -> None:
 
 
 def _numbers_in(output: Any) -> dict[str, Tensor]:
-    """Return the one-element tensors of an output, by path."""
+    """Return the tensors with one element in an output, by their path."""
     leaves = dict(named_leaves(output, "output"))
     return {path: leaf.detach() for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.numel() == 1}
 
 
 def _unseen_in(output: Any) -> dict[str, str]:
-    """Return class names of unreadable outputs, by path.
+    """Return the class names of objects in an output that may hold tensors the check cannot find, by their path.
 
-    These are objects with unreachable tensors. If the whole output holds nothing to compare, these are all its leaves.
+    If the check finds no tensor, number or string in an output, each object of the output may hold such tensors.
     """
     tree = Tree(output, path=("output",), is_output=True)
     compared = [leaf.path for leaf in tree.leaves if isinstance(leaf.value, (Tensor, *SCALARS))]
@@ -223,12 +252,12 @@ def _unseen_in(output: Any) -> dict[str, str]:
 
 
 def _fresh(leaf: Any) -> Any:
-    """Copy an input tensor, because the forward pass may change it in place."""
+    """Return a copy of an input tensor, because the forward pass may change the input in place."""
     is_data = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_data else leaf
 
 
-_MOST = 4  # Output shapes in a message. Arbitrary.
+_MOST = 4  # Largest number of output shapes in a message. Arbitrary.
 _ROWS = "return a row for each sample, and compute what concerns the whole batch from the gathered output"
 IN_PLACE = "only what replica 0 writes into it in place stays, from its own chunk; update it outside the forward pass"
 _ASSIGNED = "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass"
@@ -241,15 +270,21 @@ _KINDS = ("output", "loss", "gradient", "parameter", "buffer")  # kinds of compa
 class Difference(NamedTuple):
     """One difference between the results of a pass on one device and in replicas."""
 
-    kind: str  # kind of the result, see `Observed`
-    name: Any  # name of the result; None for the loss of the check, and for other numbers or shapes of outputs
+    kind: str  # kind of the result, such as "output" or "gradient" (see `Observed`)
+    name: Any  # name of the result; None for a random loss, and for outputs of other shapes
     text: str  # the difference in words
 
 
 def differences(
     one: Observed, many: Observed, rounding: Mapping[ResultKey, float] | None = None
 ) -> Iterator[Difference]:
-    """Yield the differences larger than `rounding`, in the order of the pass."""
+    """Yield the differences between results on one device and in replicas, in the order of the pass.
+
+    Args:
+        one: the results on one device.
+        many: the results in replicas.
+        rounding: largest absolute difference that counts as rounding, by the kind and name of the result.
+    """
     of_one, of_many = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
     if len(of_one) != len(of_many) or any(a != b and math.prod(a) != 1 for a, b in zip(of_one, of_many, strict=True)):
         shapes = [f"{of[:_MOST]}{', ...' if len(of) > _MOST else ''}" for of in (of_one, of_many)]
@@ -261,8 +296,8 @@ def differences(
     sizes = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}
     for (kind, name), actual, expected in pairs_of(many, one):
         if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:
-            continue  # A scalar from each replica is compared in the loss.
-        rounding_of_largest = ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
+            continue  # A scalar that each replica returns is compared as a part of the loss.
+        rounding_of_largest = _ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
         size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
             how = format_gap(by, actual, expected)
@@ -270,7 +305,14 @@ def differences(
 
 
 def _text_of(kind: str, name: Any, actual: Tensor, expected: Tensor, how: str, one: Observed, many: Observed) -> str:
-    """Return the difference between two tensors in words; `how` describes their gap."""
+    """Return the difference between two results in words.
+
+    Args:
+        kind, name: kind and name of the result.
+        actual, expected: the result in replicas, and on one device.
+        how: the gap between these two tensors in words.
+        one, many: all results on one device, and in replicas.
+    """
     if kind == "output":
         part = f" in {one['path'][name]}" if len(one["path"]) > 1 else ""
         return f"outputs differ{part}, {how}"
@@ -286,7 +328,12 @@ def _text_of(kind: str, name: Any, actual: Tensor, expected: Tensor, how: str, o
 
 
 def cause_of(difference: Difference, one: Observed, many: Observed) -> str:
-    """Return the cause of a difference as far as the kind and the results of the pass show it, or ""."""
+    """Return the cause of a difference, or "" if the results of the pass do not show a certain cause.
+
+    Args:
+        difference: the difference between two results.
+        one, many: all results on one device, and in replicas.
+    """
     kind, name, _ = difference
     if kind == "value" or (kind == "output" and name is None):
         return _ROWS
@@ -300,7 +347,10 @@ def cause_of(difference: Difference, one: Observed, many: Observed) -> str:
 
 
 def pairs_of(actual: Observed, expected: Observed) -> Iterator[tuple[ResultKey, Tensor, Tensor]]:
-    """Yield (key, actual, expected) for the tensors of two passes. Zeros stand for None and missing tensors."""
+    """Yield (key, actual tensor, expected tensor) for all results of two passes.
+
+    A tensor of zeros stands for None, as for a parameter without a gradient, and for a missing result.
+    """
     for kind in _KINDS:
         for name, tensor in expected[kind].items():
             pair = actual[kind].get(name), tensor
@@ -317,9 +367,9 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
 
 
 def scalars(one: Observed, many: Observed) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Yield (replica values, single-device value, output name) for each scalar output.
+    """Yield (values in replicas, value on one device, name) for each scalar output of the replicated module.
 
-    A scalar that is equal in all replicas and on one device, such as a temperature, is left out.
+    A scalar with the same value in all replicas and on one device is left out, such as a temperature.
     """
     parts, on_one = many["returned"].values(), one["returned"].get(0, {})
     for path, tensor in on_one.items() if parts else ():
@@ -331,10 +381,16 @@ def scalars(one: Observed, many: Observed) -> Iterator[tuple[Tensor, Tensor, str
 
 
 def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
-    """Return the first difference larger than the effect of a perturbation of parameters by rounding."""
-    rounding = _moved(check, index, pair, ROUNDING[check.dtype])
+    """Return the first difference that is too large for rounding, or None.
+
+    Args:
+        check: the model and options of the check.
+        index: number of the pass.
+        pair: the results of this pass on one device, and in replicas.
+    """
+    rounding = _moved(check, index, pair, _ROUNDING[check.dtype])
     for is_repeated in (False, True):
-        if is_repeated:  # Results that change without any perturbation are random, so their change is no rounding.
+        if is_repeated:  # A result that changes from run to run is random, so its change is no measure of rounding.
             itself = _moved(check, index, pair, 0.0)
             rounding = {key: by for key, by in rounding.items() if not itself.get(key)}
         for difference in differences(*pair, rounding):
@@ -344,9 +400,15 @@ def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
 
 
 def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey, float]:
-    """Return how far each result moves if parameters are perturbed by `noise`, times the margin.
+    """Return how far each result moves if parameters are perturbed, multiplied by a safety margin.
 
-    The larger effect of both sides counts.
+    If the result moves farther in replicas than on one device, or less far, the larger distance counts.
+
+    Args:
+        check: the model and options of the check.
+        index: number of the pass.
+        pair: the results of the unperturbed pass on one device, and in replicas.
+        noise: fraction by which parameters are perturbed.
     """
     moves = dict[ResultKey, float]()
     for is_one, before in zip((True, False), pair, strict=True):
@@ -357,9 +419,9 @@ def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey
 
 
 def _is_state(check: Check, index: int, pair: Pair, name: str) -> bool:
-    """Return whether a buffer carries state: its value after a pass on one device depends on its value before."""
+    """Return whether a buffer carries state: the value after a pass on one device depends on the value before."""
     side = TwinRun(check, True, index)
-    with suppress(Exception):  # `forward` may refuse this value, or replace the buffer.
+    with suppress(Exception):  # `forward` may raise an error for the changed value.
         buffer = dict(side.module.named_buffers())[name]
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
         return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))

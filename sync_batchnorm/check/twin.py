@@ -35,7 +35,7 @@ __all__: list[str] = []
 
 _DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 _DROPOUTS |= {"feature_dropout", "native_dropout", "dropout_", "alpha_dropout_", "feature_dropout_"}
-OF_MODULES = {*vars(nn.Module()), "eps_mode"}  # names of attributes that modules have without the user
+OF_MODULES = {*vars(nn.Module()), "eps_mode"}  # attributes that torch or this library sets on modules
 _OF_ORIGINAL = "hooks that refer to the model use attributes of the original, not the replica"
 
 
@@ -52,7 +52,7 @@ def seed(number: int) -> None:
 # function.
 @wrap_torch_function(lambda name, *_: (name,))
 def notify_module_call(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
-    """Tell the function mode of this thread that a module call begins, or, with an output, that the call ends."""
+    """Tell the function mode of this thread that a module call begins. If there is an output, the call has ended."""
 
 
 CallKey = tuple[str, int]  # name of the called module, and the number of earlier calls of this module in the pass
@@ -82,8 +82,8 @@ class CheckMode(TorchFunctionMode):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.dropped = dict[str, None]()  # names of dropout functions that the model called, and that did not drop
-        self.failed: tuple[ModuleCall, Exception] | None = None  # innermost module call with an error, and this error
+        self.dropped = dict[str, None]()  # names of the dropout functions that this mode has switched off
+        self.failed: tuple[ModuleCall, Exception] | None = None  # the innermost call that raised an error
         self._running = [ModuleCall(None, ("", 0))]  # the running module calls, innermost last
         self.begun: Counter[str] = Counter()  # number of calls of each module, by its name
 
@@ -170,7 +170,7 @@ class _Copying(CheckMode):
 
 def copied(tree: Any, dtype: torch.dtype) -> Any:
     """Copy modules or arguments; tensors of the copy are on the CPU, in `dtype`."""
-    with torch.no_grad(), _Copying(dtype):  # With grad mode, parameters of copied scripted modules have a grad_fn.
+    with torch.no_grad(), _Copying(dtype):  # With grad mode, copies of scripted parameters get a grad_fn.
         return copy.deepcopy(tree)
 
 
@@ -195,7 +195,7 @@ class Twin:
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)
             if isinstance(module, _SynchronizedBatchNorm):
-                module.__dict__["eps_mode"] = "plus"  # A layer that runs on one device always uses this rule.
+                module.__dict__["eps_mode"] = "plus"  # On one device, layers always use this rule for eps.
                 if is_one and module._former_class is not None:  # One device runs the class before the conversion.
                     object.__setattr__(module, "__class__", module._former_class)
             if isinstance(module, nn.DataParallel):
@@ -211,7 +211,7 @@ class Twin:
         """Copy the user's attributes of parameters and buffers, and note the order of gradients in backward passes."""
         originals: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in self.module.named_parameters():
-            if originals[name].requires_grad:  # A copied scripted module has lost this flag.
+            if originals[name].requires_grad:  # The copy of a scripted module loses this flag.
                 # The hook notes only the name of the parameter, because `.grad` keeps the gradient anyway.
                 parameter.requires_grad_().register_hook(lambda _, name=name: self.order.setdefault(name))
         originals |= dict(model.named_buffers(remove_duplicate=False))
@@ -385,7 +385,7 @@ def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replic
     """Return a wrapper of `module` on the CPU, with the methods and attributes of the user's wrapper."""
     parallel = CheckedWrapper(module, ["cpu"] * replicas)
     wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])  # Warnings show the name of its class.
-    cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # the class that the user's code has given it
+    cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # the class before `patch_replication_callback`
     bases = (CheckedWrapper,) if issubclass(CheckedWrapper, cls) else (cls, CheckedWrapper)
     methods = {name: getattr(CheckedWrapper, name) for name in ("replicate", "parallel_apply", "__call__")}
     object.__setattr__(parallel, "__class__", type(cls.__name__, bases, methods))
@@ -421,8 +421,8 @@ def rows_of_chunks(parallel: CheckedWrapper, replicas: int, inputs: Any, kwargs:
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:
     """Return the number of rows in each chunk from a user's `scatter`, which does not report these numbers.
 
-    They are the sizes of a dimension that add up to a size of the batch. The search begins with tensors, and takes the
-    lengths of lists if no tensor has such a dimension.
+    In some dimension of the tensors, the sizes of all chunks add up to a size of the batch. These sizes are the numbers
+    of rows. If no tensor has such a dimension, the lengths of lists are the numbers of rows.
 
     Args:
         chunks: (args, kwargs) of each chunk.
