@@ -192,7 +192,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [tensor for child in children_of(tree).values() for tensor in tensors_of(child)]
 
 
-def reaches_whole(argument: Any, on_one: Any, total: int) -> bool:
+def is_unsplit(argument: Any, on_one: Any, total: int) -> bool:
     """Return whether the wrapper failed to split an argument that has an entry for each sample.
 
     Such an argument is a list or a tensor, at any depth of nested containers. A list of tensors does not count, because
@@ -208,7 +208,7 @@ def reaches_whole(argument: Any, on_one: Any, total: int) -> bool:
     entries = [*argument] if is_sequence_type(type(argument)) else []
     is_whole = len(entries) == total and not all(isinstance(entry, Tensor) and entry.dim() for entry in entries)
     children, others = children_of(argument), children_of(on_one)
-    inside = [reaches_whole(child, others.get(key), total) for key, child in children.items()]
+    inside = [is_unsplit(child, others.get(key), total) for key, child in children.items()]
     return is_whole or (len(children) == len(others) and any(inside))
 
 
@@ -258,7 +258,7 @@ class CompareMode(CheckMode):
     def end(self, call: ModuleCall, output: Any) -> None:
         if on_one := self._one.calls.get(call.key):
             agrees = call.arguments is not None
-            call.gap = describe_gap(output, on_one.output, self._rows[self._number]) if agrees else ("", "")
+            call.gap = gap_text(output, on_one.output, self._rows[self._number]) if agrees else ("", "")
             call.module, call.arguments = None, call.arguments if any(call.gap) else None
             on_one.in_replicas[self._number] = call if agrees else None
             if len(on_one.in_replicas) == len(self._rows) and not suspects_in(on_one, self._model):
@@ -299,7 +299,7 @@ def suspects_in(call: ModuleCall, model: nn.Module) -> dict[int, ModuleCall]:
     return dict(sorted(suspects.items()))  # Replicas end their calls in any order.
 
 
-def describe_gap(output: Any, on_one: Any, rows: Rows) -> tuple[str, str]:
+def gap_text(output: Any, on_one: Any, rows: Rows) -> tuple[str, str]:
     """Return the name of the tensor with the largest gap in a replica's output, and this gap in words.
 
     Return ("", "") if all tensors of the output agree with one device.
@@ -319,11 +319,10 @@ def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Ten
     device, such as a selection of rows.
     """
     with suppress(LookupError):
-        for actual, whole in list(leaves_by_path(output, on_one, rows)):
-            if not isinstance(actual, Tensor) or not isinstance(whole, Tensor) or whole.numel() == 1:
-                continue  # The loss of a chunk may differ from the loss of the batch, and be right.
-            right = chunk_of(whole, actual, rows)
-            if fits(actual, right):
+        leaves = list(leaves_by_path(output, on_one, rows))
+        for actual, whole in [pair for pair in leaves if isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor)]:
+            # One element may be a loss. The loss of a chunk may differ from the loss of the batch, and be right.
+            if whole.numel() != 1 and fits(actual, right := chunk_of(whole, actual, rows)):
                 yield actual, right
 
 

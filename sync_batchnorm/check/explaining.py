@@ -18,18 +18,7 @@ from ..layers import _SynchronizedBatchNorm, reason_not_converted
 from ..meeting import ReplicaSyncError
 from ..torch_private import BatchNormBase
 from ..trees import tensors_in
-from .comparing import (
-    SCALARS,
-    CompareMode,
-    PatchMode,
-    RecordMode,
-    agree,
-    compared,
-    gap,
-    numbers_of,
-    reaches_whole,
-    suspects_in,
-)
+from .comparing import SCALARS, CompareMode, PatchMode, RecordMode, agree, gap_text, is_unsplit, numbers_of, suspects_in
 from .lines import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
 from .passes import (
     IN_FORWARD,
@@ -145,7 +134,7 @@ class Investigation:
         if one is None or many is None or not one.dim() or len(one) == total:
             return ""
         why = f"{len(one)} rows for {total} samples, in another order in replicas; return z1, z2, not cat([z1, z2])"
-        return "" if gap(numbers_of(many).sort(0).values, numbers_of(one).sort(0).values) else why
+        return why if agree(numbers_of(many).sort(0).values, numbers_of(one).sort(0).values) else ""
 
     def _state(self) -> str:
         """Return a note about attributes and buffers that differed from one device before the pass."""
@@ -218,8 +207,7 @@ class Investigation:
             return first, cause
         for number in suspects:
             with suppress(Exception):  # The model may not run again.
-                line = line_of_call(self._check, self._index, call.key, number)
-                if line[0]:
+                if (line := line_of_call(self._check, self._index, call.key, number))[0]:
                     return number, self._cause_by_line(line, call, number, suspects[number])
         return first, self._cause_by_line(("", None, ""), call, first, suspects[first])
 
@@ -233,7 +221,7 @@ class Investigation:
         names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
         changed = names and f"{names} changed in this pass"
         pairs = zip(*[[*args, *kwargs.values()] for args, kwargs in (suspect.arguments, call.arguments)], strict=False)
-        beside = _LIST if any(reaches_whole(here, there, self._check.rows[0].total) for here, there in pairs) else ""
+        beside = _LIST if any(is_unsplit(here, there, self._check.rows[0].total) for here, there in pairs) else ""
         if operation and operation.gets_another() and changed:
             return changed
         if why:
@@ -257,7 +245,7 @@ class Investigation:
             alone = copied(module, self._check.dtype)
             calls = (suspect.arguments, suspect.arguments, call.arguments)
             once, twice, whole = (alone(*args, **kwargs) for args, kwargs in calls)
-            differs = any(gap(*pair) for pair in compared(once, whole, self._check.rows[number]))
+            differs = any(gap_text(once, whole, self._check.rows[number]))
             return differs and agree(once, twice) and not any(map(_uses_batch, module.modules()))
         return False
 
@@ -279,7 +267,7 @@ class Investigation:
         """Return a note if a module changes a parameter in place, and the parameter differs in replicas."""
         one, many = (taken["parameter"] for taken in (self._of_one, self._of_many))
         for name, _ in call.module.named_parameters(prefix=call.key[0]):
-            if name in many and name not in self._of_one["assigned"] and gap(many[name], one[name]):
+            if name in many and name not in self._of_one["assigned"] and not agree(many[name], one[name]):
                 text = f"its forward() changes the parameter {name} in place, and each replica once more, as all share"
                 return f"{text} its memory; compute another tensor from it, or change it outside"
         return ""
@@ -322,7 +310,7 @@ def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], r
     if not (on_one + of_replicas.sum()).isfinite():
         return [f"the loss differs: {name}{remedy}", numbers]
     for way, value, what_to_do in ways:
-        if not gap(value, on_one):
+        if agree(value, on_one):
             text = f"the loss differs: {name}of what replicas return, the {way} is that of one device; {what_to_do}"
             return [f"{text}, {_IN_REPLICAS}", numbers]
     return [f"the loss differs: {name}no sum or mean of what replicas return is that of one device; {remedy}", numbers]

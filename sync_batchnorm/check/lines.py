@@ -17,9 +17,9 @@ Our way is to correct results, and to see whether the output of the call becomes
     pass 2   Patch `max` alone: the output of the call stays wrong, so `max` is innocent.
     pass 3   Patch `sum` alone: the output is right. The difference begins with `sum`.
 
-Of two faulty lines, the first line with an effect on the output is named. Integer results are patched last, because an
-index into other rows may be correct. An operation with a wrong input is patched last, too: if its patch makes the
-output right, the message names the operation that made the input. If nothing is certain, no line is named.
+Of two faulty lines, the first line with an effect on the output is named. Operations with a wrong input come last: if
+the patch of such an operation makes the output right, the operation that made its input is named. Operations with an
+integer result come last, too, because an index of other rows may be correct. If nothing is certain, no line is named.
 
 All this code runs only after the check has found a difference.
 """
@@ -27,9 +27,8 @@ All this code runs only after the check has found a difference.
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
-from .comparing import WHOLE, agree, leaves_by_path
+from .comparing import SCALARS, WHOLE, agree, leaves_by_path
 from .operations import Accepts, CorrectOperations, Operation, RecordOperations
 from .passes import Check, FailsInReplicas, TwinRun
 
@@ -81,21 +80,16 @@ def line_of_gradient(check: Check, index: int, name: str) -> str:
         name: name of the parameter or input with the wrong gradient.
     """
 
-    def gradient(is_one: bool, mode: RecordOperations | CorrectOperations) -> Any:
-        side = TwinRun(check, is_one, index)
-        side.backward_mode = mode
-        return side.take(index)["gradient"][name]
-
     def take(accepts: Accepts) -> CorrectOperations | None:
         mode = CorrectOperations(one, check.rows, accepts)
         with suppress(FailsInReplicas):
-            mode.output = gradient(False, mode)
+            mode.output = TwinRun(check, False, index).take(index, in_backward=mode)["gradient"][name]
             mode.is_right = agree(mode.output, expected)
             return mode
         return None
 
     one = RecordOperations(check.dtype, None)
-    expected = gradient(True, one)
+    expected = TwinRun(check, True, index).take(index, in_backward=one)["gradient"][name]
     text, operation = _search(take) if one.operations else ("", None)
     return f"{text}: {RANDOM}" if operation and operation.on_one and operation.on_one.draws else text
 
@@ -123,8 +117,7 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
         if alone and (alone.is_right or contributes):
             return _line_of(operation)
     for operation in [*as_it_is.candidates.values()][:_MOST]:
-        alone = patch_alone(operation)
-        if alone and alone.is_right and (origin := _origin_of(operation)):
+        if (alone := patch_alone(operation)) and alone.is_right and (origin := _origin_of(operation)):
             return _line_of(origin)
     return _other_way(as_it_is, number)
 
@@ -146,16 +139,15 @@ def _line_of(operation: Operation) -> tuple[str, Operation]:
 
     If one of its inputs is a similarity matrix, the message names the operation that made the matrix.
     """
-    numbers = operation.numbers()[:2]
+    numbers = [pair for pair in operation.different_inputs if isinstance(pair[0], SCALARS)][:2]
     if (pairs := operation.pairs) and not numbers:
         return f"it begins with {pairs.place}, two dimensions of which are samples", pairs
     got = ["another tensor than on one device"] if operation.gets_another() else []
-    got += [f"{_number(here)} in place of {_number(there)}" for here, there in numbers]
+    for pair in numbers:
+        got.append(
+            " in place of ".join([f"{number:.4g}" if isinstance(number, float) else repr(number) for number in pair])
+        )
     return f"it begins with {operation.place}{', which gets ' if got else ''}{' and '.join(got)}", operation
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else repr(value)
 
 
 def _other_way(mode: CorrectOperations, number: int) -> tuple[str, Operation | None]:

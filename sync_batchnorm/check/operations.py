@@ -98,10 +98,6 @@ class Operation:
     differs: bool = False  # whether the result differs from the result on one device
     fits: bool = True  # whether the shape of the result allows a comparison with one device
 
-    def numbers(self) -> list[tuple[Any, Any]]:
-        """Return the different scalar inputs as pairs (replica, one device)."""
-        return [pair for pair in self.different_inputs if isinstance(pair[0], SCALARS) and isinstance(pair[1], SCALARS)]
-
     def origins(self) -> "list[tuple[Operation | None, Operation | None]]":
         """Return the operations that made the different tensor inputs, as pairs (replica, one device)."""
         return [pair for pair in self.different_inputs if any(isinstance(origin, Operation) for origin in pair)]
@@ -237,9 +233,9 @@ class RecordOperations(_OperationMode, RecordMode):
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
         if call.key == self.key:
-            frame, _ = _frame_of_user(self._running[-1].module)
-            if frame and self._running[-1].module is not None:
-                self.caller = Place(frame.f_code, frame.f_lasti, "")
+            caller = self._running[-1].module
+            frame = _frame_of_user(caller)[0] if caller is not None else None
+            self.caller = Place(frame.f_code, frame.f_lasti, "") if frame else None
             self.arguments = as_dicts(arguments, self._copy)
         super().begin(call, arguments)
 

@@ -89,14 +89,13 @@ class Check:
     def __init__(
         self, model: nn.Module, arguments: Any, replicas: int | None, loss: Loss | None, dtype: torch.dtype
     ) -> None:
-        path, wrapper = _wrapper_in(model)
+        path, wrapper = self.path, self.wrapper = _wrapper_in(model)  # name of the wrapper inside the model, or ""
         if active_group(None) is not None:
             raise RuntimeError("expected a single process, as copies would exchange with others; call it in one alone")
         if dtype not in _ROUNDING:
             raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {dtype}")
         self.model = wrapper.module if wrapper and not path else model
-        self.arguments, self.wrapper, self.loss, self.dtype = arguments, wrapper, loss, dtype
-        self.path = path  # name of the wrapper, if it is a submodule of the model; or ""
+        self.arguments, self.loss, self.dtype = arguments, loss, dtype
         self.name = f"{path}.module" if path else ""  # name of the replicated module inside the model
         self.replicas = replicas or max(2, len(wrapper.device_ids) if wrapper else 0)
         self.grads = list[Tensor]()  # random gradients of the outputs, for a check without a `loss`
@@ -127,8 +126,6 @@ class TwinRun(Twin):
         is_moved: whether to perturb parameters before each pass, so that weights of zeros hide no errors.
     """
 
-    backward_mode: CheckMode | None = None  # function mode for the backward pass, in place of a usual `CheckMode`
-
     def __init__(self, check: Check, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True) -> None:
         super().__init__(check.model, check.arguments, check.dtype, is_one)
         self.check, self._is_one, self._is_moved = check, is_one, is_moved
@@ -143,25 +140,28 @@ class TwinRun(Twin):
         for before in range(index):
             self.take(before)
 
-    def take(self, index: int, kind: str = "gradient", modes: Sequence[CheckMode] = ()) -> Observed:
+    def take(
+        self, index: int, kind: str = "gradient", modes: Sequence[CheckMode] = (), in_backward: CheckMode | None = None
+    ) -> Observed:
         """Run one pass and return its results.
 
         Args:
             index: number of the pass, and seed of its random numbers. Replicas get another seed than one device.
             kind: kind of the wanted result. A result of the forward pass needs no backward pass.
-            modes: function mode of each replica.
+            modes: function mode of each replica in the forward pass.
+            in_backward: function mode in the backward pass.
         """
         self.move(index, 0.01 * self._is_moved)  # The first pass needs this, too: equal weights may hide errors.
         self.parallel.modes = modes or [CheckMode(self.check.dtype) for _ in range(self.check.replicas)]
         seed(index if self._is_one or self.check.path else 1000 + index)
         try:
-            return self._taken(index < _TRAINING and kind not in IN_FORWARD)
+            return self._taken(index < _TRAINING and kind not in IN_FORWARD, in_backward)
         except Exception as error:
             if self._is_one:
                 raise
             raise FailsInReplicas(error, self) from error
 
-    def _taken(self, has_backward: bool) -> Observed:
+    def _taken(self, has_backward: bool, in_backward: CheckMode | None) -> Observed:
         dtype, module, parallel = self.check.dtype, self.module, self.parallel
         leaves = [_fresh(leaf) for leaf in leaves_of(self.arguments)]
         asking = {f"input {i}": leaf for i, leaf in enumerate(leaves) if getattr(leaf, "requires_grad", False)}
@@ -177,7 +177,7 @@ class TwinRun(Twin):
             loss = self._random_loss(outputs) if self.check.loss is None else self.check.loss(output)
         _check_loss(loss, outputs)
         if has_backward and loss.requires_grad:
-            go_backward(loss, initial.values(), self.backward_mode or CheckMode(dtype))
+            go_backward(loss, initial.values(), in_backward or CheckMode(dtype))
         grads = {name: initial[name].grad for name in self.order | initial}
         module.zero_grad()
         parallel.returned = ()
@@ -300,22 +300,21 @@ def differences(
         rounding_of_largest = _ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
         size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
-            how = format_gap(by, actual, expected)
-            yield Difference(kind, name, _text_of(kind, name, actual, expected, how, one, many))
+            yield Difference(kind, name, _text_of(kind, name, by, actual, expected, one, many))
 
 
-def _text_of(kind: str, name: Any, actual: Tensor, expected: Tensor, how: str, one: Observed, many: Observed) -> str:
+def _text_of(kind: str, name: Any, by: float, actual: Tensor, expected: Tensor, one: Observed, many: Observed) -> str:
     """Return the difference between two results in words.
 
     Args:
         kind, name: kind and name of the result.
+        by: the gap between the tensors `actual` and `expected`.
         actual, expected: the result in replicas, and on one device.
-        how: the gap between these two tensors in words.
         one, many: all results on one device, and in replicas.
     """
     if kind == "output":
         part = f" in {one['path'][name]}" if len(one["path"]) > 1 else ""
-        return f"outputs differ{part}, {how}"
+        return f"outputs differ{part}, {format_gap(by, actual, expected)}"
     if kind == "loss":
         what = "the loss differs" if one["unseen"] else "outputs agree, the loss does not"
         return f"{what}: {expected.sum():.6g} on one device, {actual.sum():.6g} in replicas"
@@ -324,7 +323,8 @@ def _text_of(kind: str, name: Any, actual: Tensor, expected: Tensor, how: str, o
         return f"{text} {name}: {_norms(actual, expected)}"
     if kind == "parameter" and name not in many[kind]:
         return f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
-    return f"outputs, loss and gradients agree; the {kind} {name} differs after the forward pass, {how}"
+    how = f"differs after the forward pass, {format_gap(by, actual, expected)}"
+    return f"outputs, loss and gradients agree; the {kind} {name} {how}"
 
 
 def cause_of(difference: Difference, one: Observed, many: Observed) -> str:
