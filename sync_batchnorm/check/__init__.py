@@ -1,3 +1,3 @@
-"""Whether replicas compute what one device computes: `one_device.py`, to be read downwards, is the check."""
+"""Check whether replicas compute the same as one device. The check begins in the file `one_device.py`."""
 
 __all__: list[str] = []

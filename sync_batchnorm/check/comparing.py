@@ -1,8 +1,9 @@
-"""Compare tensors, trees and module calls in replicas with one device, up to rounding.
+"""Compare tensors, nested containers and module calls in replicas with those on one device, up to rounding.
 
-Keeping the inputs and outputs of all module calls in all replicas would take too much memory. Therefore one device runs
-first and records them. Replicas record nothing: each of their calls is compared as it ends. A record is dropped once
-all replicas have been compared with it, unless one of them is a suspect.
+The inputs and outputs of all module calls in all replicas would take too much memory. Therefore only one device records
+them, in a first pass. The replicas run later, and record nothing: each module call is compared with the record of one
+device when the call ends. When all replicas have made this call, the record is deleted. It is kept if the output of one
+replica is wrong.
 """
 
 import math
@@ -16,32 +17,31 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..trees import children_of, leaves_of, named_leaves, with_leaves
+from ..trees import children_of, is_sequence_type, leaves_of, named_leaves, with_leaves
 from .twin import CheckMode, ModuleCall, Rows
 
 __all__: list[str] = []
 
-LEAST = 1e-6  # Smallest size in a relative gap: tinier tensors are compared as if they were this large. Arbitrary.
-NOT_FINITE = 1e99  # gap if only one of two numbers is finite
+LEAST = 1e-6  # Smallest divisor of a relative difference, for tensors with smaller values. Arbitrary.
+NOT_FINITE = 1e99  # gap between two numbers if only one of them is finite
 SCALARS = (bool, int, float, str)
-
-
-WHOLE = Rows(range(1), 1)
+WHOLE = Rows(range(1), 1)  # the rows of a chunk that is the whole batch, of any size
 
 
 def tolerance_of(tensor: Tensor) -> float:
-    """Return the relative tolerance of a dtype: gaps up to it count as zero."""
+    """Return the relative difference that counts as zero, for tensors of this dtype."""
     return 1e-4 if tensor.dtype in (torch.float32, torch.complex64) else 1e-6
 
 
 def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float = 0.0) -> float:
-    """Return the largest absolute difference divided by the largest expected value.
+    """Return the gap between two tensors: their largest absolute difference, divided by the largest expected value.
 
-    Differences within the tolerance, or up to `rounding`, give 0.0. Different shapes give infinity. Two NaN are equal.
+    The gap is 0.0 if the difference is within the tolerance of the dtype, or at most `rounding`. It is infinite for
+    tensors of different shapes. Two NaN are equal.
 
     Args:
         actual, expected: the tensors.
-        size: lower bound of the divisor.
+        size: smallest divisor, for expected tensors with smaller values.
         rounding: largest absolute difference that counts as rounding.
     """
     if actual.shape != expected.shape:
@@ -51,7 +51,7 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
     if not math.isfinite(difference := _largest(values - right)):
         equal = values.isclose(right, rtol=0.0, atol=0.0, equal_nan=True)
         difference = _largest((values - right).nan_to_num(NOT_FINITE, NOT_FINITE, -NOT_FINITE).masked_fill(equal, 0))
-    if difference <= max(rounding, tolerance * size):  # The common case. It saves the search for the largest value.
+    if difference <= max(rounding, tolerance * size):  # In this common case, the largest value is not needed.
         return 0.0
     relative = difference / max(size, largest(expected))
     return relative if relative > tolerance else 0.0
@@ -69,28 +69,34 @@ def format_gap(by: float, actual: Tensor, expected: Tensor) -> str:
 
 
 def largest(*tensors: Tensor) -> float:
-    """Return the largest finite absolute value."""
+    """Return the largest finite absolute value of several tensors, or 0.0."""
     return max([_largest(numbers_of(tensor).nan_to_num(0.0, 0.0, 0.0)) for tensor in tensors], default=0.0)
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
-    """Convert a tensor to float64. Complex numbers become pairs."""
+    """Convert a tensor to float64. A complex number becomes a pair of real numbers."""
     tensor = tensor.detach().to_dense()
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).to(torch.float64)
 
 
 def _largest(numbers: Tensor) -> float:
-    """Return the largest absolute value, or NaN if the tensor contains NaN."""
+    """Return the largest absolute value of a tensor, or NaN if the tensor contains NaN."""
     return float(torch.linalg.vector_norm(numbers, math.inf)) if numbers.numel() else 0.0
 
 
 def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
-    """Return the rows of a chunk from a tensor of the whole batch.
+    """Return the rows of a replica's chunk from a tensor of the whole batch.
 
-    Samples may form one block, or several (`torch.cat([view1, view2])`). The layout nearer to `chunk` is taken:
+    A tensor may hold the samples of the batch once, or several times one after another, as after
+    `torch.cat([view1, view2])`. Of these two layouts, the function takes the layout with the smaller gap to `chunk`:
 
-        rows 1 and 2 of 4, one block     a b c d          ->  b c
-        rows 1 and 2 of 4, two blocks    a b c d A B C D  ->  b c B C
+        rows 1 and 2 of 4 samples, once     a b c d          ->  b c    (lower and upper case: view 1 and view 2)
+        rows 1 and 2 of 4 samples, twice    a b c d A B C D  ->  b c B C
+
+    Args:
+        whole: the tensor on one device.
+        chunk: the same tensor in the replica.
+        rows: rows of the replica's chunk in the batch.
     """
     if rows == WHOLE:
         return whole
@@ -101,10 +107,10 @@ def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
 
 
 def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, shape: tuple[int, int]) -> Tensor:
-    """Select the samples of a chunk in each sample dimension.
+    """Select the rows of a replica's chunk from a tensor of the whole batch, for one layout of the samples.
 
-    `shape` is the layout of such a dimension: (total, -1) if each sample has a block of adjacent entries, or
-    (-1, total) if blocks of all samples follow one another.
+    The shape (total, -1) stands for a layout with adjacent entries of each sample, the shape (-1, total) for a layout
+    with all samples one after another, several times.
     """
     for dim in dims_of_samples(whole, chunk, rows):
         index = torch.arange(whole.shape[dim]).reshape(shape)
@@ -114,19 +120,22 @@ def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, shape: tuple[int, int]
 
 
 def dims_of_samples(whole: Tensor, chunk: Tensor, rows: Rows) -> list[int]:
-    """Return the sample dimensions: their sizes are proportional to the rows. A similarity matrix has two."""
+    """Return the dimensions of samples: their sizes are proportional to the number of rows.
+
+    A similarity matrix has two such dimensions.
+    """
     here, total = len(rows.here), rows.total
     sizes = enumerate(zip(chunk.shape, whole.shape, strict=False))
     return [dim for dim, (size, of_all) in sizes if size * total == here * of_all and of_all and of_all % total == 0]
 
 
 def leaves_by_path(actual: Any, expected: Any, rows: Rows) -> Iterator[tuple[Any, Any]]:
-    """Yield (actual leaf, expected leaf) for two trees.
+    """Yield (leaf in the replica, leaf on one device) for two trees of nested containers.
 
-    A list with an entry for each sample is sliced to `rows`.
+    A list with an entry for each sample is compared with the entries of the replica's rows.
 
     Raises:
-        LookupError: if the structures differ.
+        LookupError: if the containers have different keys or lengths.
     """
     some, all_ = children_of(actual), children_of(expected)
     if not some and not all_:
@@ -140,7 +149,7 @@ def leaves_by_path(actual: Any, expected: Any, rows: Rows) -> Iterator[tuple[Any
 
 
 def agree(actual: Any, expected: Any, rows: Rows = WHOLE) -> bool:
-    """Return whether two trees have equal tensors, numbers, flags and strings."""
+    """Return whether the tensors, numbers, flags and strings of a replica equal those on one device."""
     with suppress(LookupError):
         return all(_leaves_agree(*leaves, rows) for leaves in leaves_by_path(actual, expected, rows))
     return False
@@ -153,14 +162,54 @@ def _leaves_agree(actual: Any, expected: Any, rows: Rows) -> bool:
         return False
     if isinstance(actual, Tensor):
         return not gap(actual, chunk_of(expected, actual, rows))
-    if isinstance(actual, PackedSequence):  # Its data interleave the samples.
+    if isinstance(actual, PackedSequence):  # The data of a packed sequence interleave the samples.
         return agree(unpack_sequence(actual), unpack_sequence(expected), rows)
     return not isinstance(actual, SCALARS) or bool(actual == expected)
 
 
 def mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply a function to each tensor of a tree."""
+    """Return a copy of nested containers, with a function applied to each tensor."""
     return with_leaves(tree, iter([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(tree)]))
+
+
+def as_dicts(tree: Any, function: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """Convert nested containers to nested dictionaries, and apply a function to each tensor.
+
+    A slice becomes a dictionary of the start, stop and step.
+    """
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, PackedSequence):
+        return PackedSequence(function(tree.data), *tree[1:])
+    children = children_of((tree.start, tree.stop, tree.step) if isinstance(tree, slice) else tree)
+    return {key: as_dicts(child, function) for key, child in children.items()} if children else tree
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of nested containers in order, with the data of packed sequences."""
+    if isinstance(tree, (Tensor, PackedSequence)):
+        return [tree if isinstance(tree, Tensor) else tree.data]
+    return [tensor for child in children_of(tree).values() for tensor in tensors_of(child)]
+
+
+def is_unsplit(argument: Any, on_one: Any, total: int) -> bool:
+    """Return whether the wrapper failed to split an argument that has an entry for each sample.
+
+    Such an argument is a list or a tensor, at any depth of nested containers. A list of tensors does not count, because
+    the wrapper splits the rows of each of these tensors.
+
+    Args:
+        argument: an argument of the replica.
+        on_one: the same argument on one device.
+        total: number of samples in the batch.
+    """
+    if isinstance(argument, Tensor):
+        return argument.dim() > 0 and len(argument) == total and argument.shape == getattr(on_one, "shape", None)
+    entries = [*argument] if is_sequence_type(type(argument)) else []
+    is_whole = len(entries) == total and not all(isinstance(entry, Tensor) and entry.dim() for entry in entries)
+    children, others = children_of(argument), children_of(on_one)
+    inside = [is_unsplit(child, others.get(key), total) for key, child in children.items()]
+    return is_whole or (len(children) == len(others) and any(inside))
 
 
 class RecordMode(CheckMode):
@@ -168,8 +217,11 @@ class RecordMode(CheckMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
-        self.calls: dict[tuple[str, int], ModuleCall] = {}  # in the order of their ends
-        # (version, copy) of each living tensor. An output that is the next module's input is copied once.
+        self.calls: dict[
+            tuple[str, int], ModuleCall
+        ] = {}  # the recorded module calls, in the order in which they ended
+        # The version and the copy of each living tensor at its last use. A tensor that is the output of one module and
+        # the input of the next module is copied once.
         self._copies: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
@@ -180,7 +232,7 @@ class RecordMode(CheckMode):
         self.calls[call.key] = call
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor, or return its last copy if it has not been changed in place since."""
+        """Return a copy of a tensor: the last copy, if no operation has changed the tensor in place since."""
         version = None if tensor.is_inference() else tensor._version
         if version is None or tensor not in self._copies or self._copies[tensor][0] != version:
             self._copies[tensor] = version, tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -188,36 +240,33 @@ class RecordMode(CheckMode):
 
 
 class CompareMode(CheckMode):
-    """Compare each module call in a replica with its record from one device."""
+    """Compare each module call in replica `number` with the record of the same call on one device."""
 
     def __init__(self, one: RecordMode, number: int, rows: Sequence[Rows], model: nn.Module) -> None:
         super().__init__(one.dtype)
-        self._one, self._number, self._rows, self._model = one, number, rows, model  # model: the copy with replicas
-        self.gets_other: ModuleCall | None = None  # first call whose inputs differ from one device
+        self._one, self._number, self._rows, self._model = one, number, rows, model
+        self.gets_other: ModuleCall | None = None  # first call in this replica with other inputs than on one device
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
         on_one = self._one.calls.get(call.key)
-        call.agrees = on_one is not None and agree(arguments, on_one.arguments, self._rows[self._number])
-        # A new container without a graph: `forward` may change its lists, and a graph would take memory.
-        call.arguments = mapped(arguments, Tensor.detach) if call.agrees else None
-        self.gets_other = self.gets_other or (None if call.agrees else call)
+        if on_one and agree(arguments, on_one.arguments, self._rows[self._number]):
+            # These are new containers without a graph: `forward` may change a list, and a graph would take memory.
+            call.arguments = mapped(arguments, Tensor.detach)
+        else:
+            self.gets_other = self.gets_other or call
 
     def end(self, call: ModuleCall, output: Any) -> None:
-        on_one = self._one.calls.get(call.key)
-        if on_one is None:
-            return
-        names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
-        for actual, right in compared(output, on_one.output, self._rows[self._number]):
-            if (by := gap(actual, right)) > call.gap:
-                call.gap, call.part, call.how = by, names[id(actual)], format_gap(by, actual, right)
-        call.module, call.number, call.arguments = None, self._number, call.arguments if call.gap else None
-        on_one.in_replicas.append(call)
-        if len(on_one.in_replicas) == len(self._rows) and not suspects_in(on_one, self._model):
-            del self._one.calls[call.key]
+        if on_one := self._one.calls.get(call.key):
+            agrees = call.arguments is not None
+            call.gap = gap_text(output, on_one.output, self._rows[self._number]) if agrees else ("", "")
+            call.module, call.arguments = None, call.arguments if any(call.gap) else None
+            on_one.in_replicas[self._number] = call if agrees else None
+            if len(on_one.in_replicas) == len(self._rows) and not suspects_in(on_one, self._model):
+                del self._one.calls[call.key]
 
 
 class PatchMode(CheckMode):
-    """Patch the output of one module call in a replica with its value from one device."""
+    """Replace the output of one module call in a replica by the rows of the output on one device."""
 
     def __init__(self, dtype: torch.dtype, on_one: ModuleCall, rows: Rows) -> None:
         super().__init__(dtype)
@@ -229,47 +278,68 @@ class PatchMode(CheckMode):
         return mapped(output, lambda actual: right.get(id(actual), actual)) if right else None
 
 
-def suspects_in(call: ModuleCall, model: nn.Module) -> list[ModuleCall]:
-    """Return the replicas' calls with correct inputs and a wrong output, ordered by replica.
+def contains_synchronized(module: nn.Module) -> bool:
+    """Return whether a module is or contains a layer that exchanges its statistics between replicas."""
+    return any(hasattr(child, "__data_parallel_replicate__") for child in module.modules())
 
-    The output of a synchronized layer depends on the inputs in all replicas. Such a call is a suspect only if they all
-    agree with one device.
+
+def suspects_in(call: ModuleCall, model: nn.Module) -> dict[int, ModuleCall]:
+    """Return the calls in replicas with right inputs and a wrong output, by the number of the replica.
+
+    The output of a synchronized layer depends on the inputs in all replicas. So a synchronized layer is a suspect only
+    if the inputs in all replicas agree with one device.
 
     Args:
-        call: the call on one device, with its counterparts in replicas.
-        model: the copy with replicas.
+        call: the call on one device, with the same call in all replicas.
+        model: the copy of the model with replicas.
     """
-    modules = model.get_submodule(call.key[0]).modules()
-    synchronizes = any(hasattr(module, "__data_parallel_replicate__") for module in modules)
-    if synchronizes and not all(other.agrees for other in call.in_replicas):
-        return []
-    # Replicas end in any order.
-    return sorted([other for other in call.in_replicas if other.agrees and other.gap], key=lambda other: other.number)
+    if None in call.in_replicas.values() and contains_synchronized(model.get_submodule(call.key[0])):
+        return {}
+    suspects = {number: other for number, other in call.in_replicas.items() if other and any(other.gap)}
+    return dict(sorted(suspects.items()))  # Replicas end their calls in any order.
+
+
+def gap_text(output: Any, on_one: Any, rows: Rows) -> tuple[str, str]:
+    """Return the name of the tensor with the largest gap in a replica's output, and this gap in words.
+
+    Return ("", "") if all tensors of the output agree with one device.
+    """
+    names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
+    largest_gap, description = 0.0, ("", "")
+    for actual, right in compared(output, on_one, rows):
+        if (by := gap(actual, right)) > largest_gap:
+            largest_gap, description = by, (names[id(actual)], format_gap(by, actual, right))
+    return description
 
 
 def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (tensor in the replica, its rows on one device) for each tensor of an output.
+    """Yield (tensor in the replica, same rows on one device) for the tensors of an output.
 
-    One-element tensors, such as losses, and tensors of incomparable shapes, such as selections, are left out.
+    Two kinds of tensors are left out: tensors with one element, such as a loss, and tensors of other shapes than on one
+    device, such as a selection of rows.
     """
     with suppress(LookupError):
-        for actual, whole in list(leaves_by_path(output, on_one, rows)):
-            if not isinstance(actual, Tensor) or not isinstance(whole, Tensor) or whole.numel() == 1:
-                continue  # A loss of the chunk may differ from the loss of the batch.
-            right = chunk_of(whole, actual, rows)
-            if fits(actual, right):
+        leaves = list(leaves_by_path(output, on_one, rows))
+        for actual, whole in [pair for pair in leaves if isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor)]:
+            # One element may be a loss. The loss of a chunk may differ from the loss of the batch, and be right.
+            if whole.numel() != 1 and fits(actual, right := chunk_of(whole, actual, rows)):
                 yield actual, right
 
 
 def fits(actual: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors can be compared: same shape, or same rows with another padding."""
+    """Return whether two tensors can be compared: they have the same shape, or as many rows with another padding."""
     return actual.shape == right.shape or (actual.dim() == right.dim() > 1 and len(actual) == len(right))
 
 
 def corrected(actual: Tensor, right: Tensor) -> Tensor:
-    """Return the correct output, connected to the graph of the replaced one, so that gradients still flow."""
+    """Return a copy of the right tensor. Its gradient flows to the wrong tensor, as before the replacement.
+
+    Args:
+        actual: the wrong tensor, in the graph.
+        right: the values to return.
+    """
     corrected = right.clone()
     if actual.requires_grad and bool(actual.isfinite().all()):  # inf - inf would be NaN.
-        # Padded shapes may differ, so only their common part is connected.
+        # The two tensors may be padded to different shapes. Only entries inside both shapes get a gradient.
         corrected[tuple(map(slice, actual.shape))] += (actual - actual.detach())[tuple(map(slice, right.shape))]
     return corrected

@@ -1,13 +1,12 @@
 """Explain a difference: name the first faulty module call, its line, and its cause.
 
-Many module outputs differ after the first fault, and some differ without harm. Therefore a suspect is tested: the pass
-runs again in replicas with the output of one call patched by its value from one device. The call counts as the fault
-only if this changes the result for the caller. Causes are reported if they are exact (a batch norm that is not
-converted, another number of calls, a replaced class) or if such an experiment shows them.
+After the first faulty module, the outputs of many modules differ, and some of them differ without harm. Therefore each
+suspected call is tested: replicas run the pass again, with the output of this call replaced by the rows from one
+device. The call counts as faulty only if this replacement changes the result for the caller. A cause is reported if it
+is certain (a batch norm without synchronization, another number of calls, a replaced class), or if an experiment with
+the model shows it.
 """
 
-import inspect
-from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
@@ -18,18 +17,26 @@ from torch import Tensor, nn
 from ..layers import _SynchronizedBatchNorm, reason_not_converted
 from ..meeting import ReplicaSyncError
 from ..torch_private import BatchNormBase
-from ..trees import children_of, is_sequence_type, tensors_in
-from ..wrapper.hooks import hooks_of
-from .comparing import SCALARS, CompareMode, PatchMode, RecordMode, agree, compared, gap, numbers_of, suspects_in
-from .operations import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
-from .passes import IN_FORWARD, IN_PLACE, CheckConfig, Difference, FailsInReplicas, TwinRun, differences, scalars
-from .twin import CheckMode, ModuleCall, copied, shortened
+from ..trees import tensors_in
+from .comparing import SCALARS, CompareMode, PatchMode, RecordMode, agree, gap_text, is_unsplit, numbers_of, suspects_in
+from .lines import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
+from .passes import (
+    IN_FORWARD,
+    IN_PLACE,
+    Check,
+    Difference,
+    FailsInReplicas,
+    TwinRun,
+    cause_of,
+    differences,
+    scalars,
+)
+from .twin import OF_MODULES, CheckMode, ModuleCall, copied, shortened
 
 __all__: list[str] = []
 
-_MOST = 5  # Suspects to patch (one pass each), and attributes to list. Arbitrary.
-MOST_WORDS = 60  # Largest length of a message.
-_OF_MODULES = {*vars(nn.Module()), "eps_mode"}
+_MOST = 5  # Largest number of suspected calls to test, and of attributes in a message. Arbitrary.
+MOST_WORDS = 60  # Largest number of words in a message.
 
 SAMPLES = "what it returns for a sample depends on other samples of the batch"
 _LIST = "each replica gets a whole list or tensor as long as the batch: if it lists samples, name it: "
@@ -43,33 +50,38 @@ _BY_SAMPLE = "; if once for each sample, call it once for all rows, or set its g
 _DIVIDES = ", or, if it divides sums, return these, and divide outside"
 _PADS = "; or pad the entries of the list to one size outside, if forward() pads them to the largest of its chunk"
 _IN_REPLICAS = 'see "In the replicas, with balanced memory"'
-_OF_ORIGINAL = "hooks that refer to the model use attributes of the original, not the replica"
 _PLAIN_NORM = "it calls F.batch_norm, or a batch norm that is no submodule; make it an attribute, and convert the model"
 
 
 class Investigation:
-    """The differing pass, run again with new copies and recorded."""
+    """Run the pass with a difference once more, with new copies of the model, and explain the difference.
 
-    def __init__(self, passes: CheckConfig, index: int, difference: Difference) -> None:
-        self._passes, self._index, self._difference = passes, index, difference
-        self._one, self._many = (TwinRun(passes, is_one, index) for is_one in (True, False))
+    Args:
+        check: the model and options of the check.
+        index: number of earlier passes.
+        difference: the difference to explain.
+    """
+
+    def __init__(self, check: Check, index: int, difference: Difference) -> None:
+        self._check, self._index, self._difference = check, index, difference
+        self._one, self._many = (TwinRun(check, is_one, index) for is_one in (True, False))
         self._lost = _different_attributes(self._one.module, self._many.module) if index else []
-        self._record = RecordMode(passes.dtype)
+        self._record = RecordMode(check.dtype)
         self._of_one = self._one.take(index, difference.kind, [self._record])
-        self._modes = [CompareMode(self._record, i, passes.rows, self._many.module) for i in range(len(passes.rows))]
-        self._of_many = self._many.take(index, difference.kind, self._modes)
-        others = [mode.gets_other for mode in self._modes if mode.gets_other and mode.gets_other.key[0] != passes.name]
+        modes = [CompareMode(self._record, i, check.rows, self._many.module) for i in range(len(check.rows))]
+        self._of_many = self._many.take(index, difference.kind, modes)
+        others = [mode.gets_other for mode in modes if mode.gets_other and mode.gets_other.key[0] != check.name]
         self._gets_other = _name_of_call(others[0], self._many.module) if others else ""
-        self._hooks = text_of_hooks(self._one.module, passes.model)
+        self._hooks = self._one.text_of_hooks()
 
     def text(self) -> str:
-        """Return the message: the difference, its place and its cause."""
+        """Return the message of the error: the difference, its place and its cause."""
         kind, name = self._difference[:2]
         what, *evidence = self._evidence() or [self._difference.text]
-        if self._hooks and name is None:  # On one device, the model may return other shapes.
+        if self._hooks and name is None:  # With the hook, a copy may return other shapes than the model.
             what = "outputs differ"
-        # If the loss differs but no scalar of a replica does, all outputs agree and no module is at fault. Outputs of
-        # unknown classes are an exception: they were not compared.
+        # If the loss differs, but no scalar output of a replica does, all outputs agree, and no module is at fault.
+        # Outputs of unknown classes are an exception, because the check cannot compare them.
         is_inside = evidence or kind != "loss" or self._of_one["unseen"]
         where, cause = self._where(self._state()) if is_inside else ("", "")
         if where:
@@ -84,195 +96,209 @@ class Investigation:
         return in_pass + joined(*texts, most=MOST_WORDS - len(in_pass.split()))
 
     def _of_caller(self, what: str, evidence: Sequence[str]) -> list[str]:
-        """Return the parts of the message if no module call is at fault."""
+        """Return the parts of the message for a difference without a faulty module call."""
         overridden = self._many.parallel.overridden if self._difference.kind in IN_FORWARD else ()
         note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used" if overridden else ""
-        why = "" if evidence or (self._hooks and self._difference.name is None) else self._why()
-        line = "" if why else self._line_of_gradient()
-        what += "" if why or line or self._hooks else self._difference.look
+        why, line = "" if evidence or (self._hooks and self._difference.name is None) else self._why(), ""
+        if not why and self._difference.kind == "gradient":
+            with suppress(Exception):  # The model may not run again.
+                line = line_of_gradient(self._check, self._index, self._difference.name)
+        what += "" if why or line or self._hooks else self._where_to_look()
         return [what, self._hooks, line, *evidence, self._rows(), note, why, self._state() or self._calls()]
 
     def _why(self) -> str:
-        """Return the cause of the difference for the caller, if it is certain."""
-        kind, name, why = self._difference.kind, self._difference.name, self._difference.why
+        """Return the cause of a difference without a faulty module call, or "" if the cause is not certain."""
+        kind, name = self._difference[:2]
+        why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
         # Synchronized layers update their buffers from the whole batch. A custom `gather` that returns a list gives
         # `loss` another argument than on one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 
+    def _where_to_look(self) -> str:
+        """Return advice on where to look for the cause of a wrong gradient."""
+        kind, name = self._difference[:2]
+        if kind != "gradient" or any(True for _ in scalars(self._of_one, self._of_many)):
+            return ""
+        grads = self._of_one[kind]
+        before = [other for other in list(grads)[: list(grads).index(name)] if grads[other] is not None]
+        agreed = [f", while that of {other}, before it, agrees" for other in before if numbers_of(grads[other]).any()]
+        where = f"{agreed[-1]}; if no branch leads past that, look between these two" if agreed else "; look"
+        return f"{where} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
+
     def _rows(self) -> str:
-        """Return a note if an output has the right rows in another order, and not one row for each sample."""
+        """Return a note if an output has the right rows in another order, and another number of rows than samples."""
         one, many = (taken["output"].get(self._difference.name) for taken in (self._of_one, self._of_many))
-        total = self._passes.rows[0].total
+        total = self._check.rows[0].total
         if one is None or many is None or not one.dim() or len(one) == total:
             return ""
         why = f"{len(one)} rows for {total} samples, in another order in replicas; return z1, z2, not cat([z1, z2])"
-        return "" if gap(numbers_of(many).sort(0).values, numbers_of(one).sort(0).values) else why
+        return why if agree(numbers_of(many).sort(0).values, numbers_of(one).sort(0).values) else ""
 
     def _state(self) -> str:
-        """Return a note about the attributes and buffers that differed before the pass."""
+        """Return a note about attributes and buffers that differed from one device before the pass."""
         if buffers := [name for name in self._lost if name in dict(self._one.module.named_buffers())]:
             return f"the buffer {', '.join(buffers)} differs from that on one device: {IN_PLACE}"
         differs = f"{', '.join(self._lost)} differs from one device" if self._lost else ""
         why = f"what forward() sets on self ends with the replica, so {differs}; change a buffer in place instead, or"
-        # With hooks, the attribute may have been set on the original model.
+        # A hook that refers to the user's model may have set the attribute there.
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
-        """Return whether the differing result changes if replicas run with these modes."""
+        """Return whether the wrong result changes if the replicas run the pass with these function modes."""
         kind, name = self._difference[:2]
         with suppress(FailsInReplicas):  # A patched output may have a wrong shape for the replica.
-            seen = TwinRun(self._passes, False, self._index).take(self._index, kind, modes)[kind]
+            seen = TwinRun(self._check, False, self._index).take(self._index, kind, modes)[kind]
             return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
         return False
 
     def _evidence(self) -> list[str]:
-        """Return notes about scalars returned by replicas, such as a loss.
+        """Return notes about the scalar outputs of replicas, such as a loss.
 
-        They are taken from the unperturbed model if its forward pass differs, too: users know these values.
+        If replicas of the unperturbed model differ, too, the notes quote its values, because the user knows them.
         """
         kind, name = self._difference[:2]
         is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
         if kind not in ("loss", "gradient") and not is_number:
             return []
-        one, many = (TwinRun(self._passes, is_one, is_moved=False).take(0, "loss") for is_one in (True, False))
+        one, many = (TwinRun(self._check, is_one, is_moved=False).take(0, "loss") for is_one in (True, False))
         if self._index or not any(other.kind in IN_FORWARD for other in differences(one, many)):
             one, many = self._of_one, self._of_many
         pairs = sorted(scalars(one, many), key=lambda pair: agree(pair[0].mean(), pair[1]))
         if not pairs:
             return []
-        divides_outside = self._passes.loss is not None and len(pairs) > 1
-        remedy = f"compute it from the gathered output{'' if divides_outside or self._passes.pads else _DIVIDES}"
+        divides_outside = self._check.loss is not None and len(pairs) > 1
+        remedy = f"compute it from the gathered output{'' if divides_outside or self._check.pads else _DIVIDES}"
         if kind == "gradient":
             return [self._difference.text, f"if replicas return the loss, {remedy}"]
-        before = _PADS if self._passes.pads else f", {_IN_REPLICAS}; or something before it mixes samples"
+        before = _PADS if self._check.pads else f", {_IN_REPLICAS}; or something before it mixes samples"
         gets = f": what {self._gets_other} gets differs, too" if self._gets_other else ""
-        return _related(*pairs[0], [len(rows.here) for rows in self._passes.rows], f"{remedy}{before}{gets}")
+        return _related(*pairs[0], [len(rows.here) for rows in self._check.rows], f"{remedy}{before}{gets}")
 
     def _where(self, state: str) -> tuple[str, str]:
-        """Return (place, cause) of the first faulty module call; see NOTE [tried for gradients].
+        """Return (place, cause) of the first faulty module call, or ("", ""); see NOTE [tried for gradients].
 
-        A call is faulty if its inputs agree with one device, its output differs, and patching it changes the result.
+        A call is faulty if its inputs agree with one device, its output differs, and the result for the caller changes
+        when the output is replaced by the output on one device.
         """
-        model, passes = self._many.module, self._passes
-        for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
-            if self._changes([PatchMode(passes.dtype, call, rows) for rows in passes.rows]):
-                suspect, cause = self._cause(call, suspects_in(call, model), state)
-                where = f"{suspect.part} of {_name_of_call(call, model)}, in replica {suspect.number}"
-                return f"first difference: {where}, {suspect.how}", cause
+        model, check = self._many.module, self._check
+        calls = [(call, suspects) for call in self._record.calls.values() if (suspects := suspects_in(call, model))]
+        for call, suspects in calls[:_MOST]:
+            if self._changes([PatchMode(check.dtype, call, rows) for rows in check.rows]):
+                number, cause = self._cause(call, suspects, state)
+                part, how = suspects[number].gap
+                where = f"{part} of {_name_of_call(call, model)}, in replica {number}"
+                return f"first difference: {where}, {how}", cause
         return "", ""
 
-    def _cause(self, call: ModuleCall, suspects: Sequence[ModuleCall], state: str) -> tuple[ModuleCall, str]:
-        """Return (call in the faulty replica, cause or source line)."""
-        suspect, module = suspects[0], self._many.module.get_submodule(call.key[0])
-        cause = _cause_in_norm(module, suspect.called, len(call.in_replicas)) or self._changed_parameter(call) or state
-        if cause := cause or self._cause_in_class(module, call) or self._calls(call.key[0]):
-            return suspect, cause
-        for other in suspects:
-            with suppress(Exception):  # The model may not run again.
-                if line := line_of_call(self._passes, self._index, call.key, other.number):
-                    return other, self._cause_by_line(line, other, call)
-        return suspect, self._cause_by_line(None, suspect, call)
+    def _cause(self, call: ModuleCall, suspects: Mapping[int, ModuleCall], state: str) -> tuple[int, str]:
+        """Return (number of the replica with the fault, cause or source line) for a faulty module call.
 
-    def _cause_by_line(self, line: Line | None, suspect: ModuleCall, call: ModuleCall) -> str:
-        """Return the source line with a remedy, or, without a line, the best known cause."""
-        module, operation = self._many.module.get_submodule(call.key[0]), line and line.operation
+        Args:
+            call: the call on one device.
+            suspects: the same call in replicas with a wrong output, by the number of the replica.
+            state: note about attributes that differed before the pass, or "".
+        """
+        first, module = min(suspects), self._many.module.get_submodule(call.key[0])
+        cause = _cause_in_norm(module, suspects[first].called, len(call.in_replicas))
+        cause = cause or self._changed_parameter(call) or state
+        if cause := cause or self._cause_in_class(module, call) or self._calls(call.key[0]):
+            return first, cause
+        for number in suspects:
+            with suppress(Exception):  # The model may not run again.
+                if (line := line_of_call(self._check, self._index, call.key, number))[0]:
+                    return number, self._cause_by_line(line, call, number, suspects[number])
+        return first, self._cause_by_line(("", None, ""), call, first, suspects[first])
+
+    def _cause_by_line(self, line: Line, call: ModuleCall, number: int, suspect: ModuleCall) -> str:
+        """Return a faulty source line with a remedy. Without a certain line, return the most probable cause."""
+        text, operation, why = line
+        module = self._many.module.get_submodule(call.key[0])
         called = {operation.place.name} if operation else suspect.called
-        if "grad" in called:  # The fault may be the differentiated value, so the line is left out.
+        if "grad" in called:  # The line is left out, as the fault may be in the value to differentiate.
             return _GRADIENT
-        beside, changed = self._whole_list(suspect, call), self._changed_attributes(call)
-        if operation and operation.gets_another and changed:
+        names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
+        changed = names and f"{names} changed in this pass"
+        pairs = zip(*[[*args, *kwargs.values()] for args, kwargs in (suspect.arguments, call.arguments)], strict=False)
+        beside = _LIST if any(is_unsplit(here, there, self._check.rows[0].total) for here, there in pairs) else ""
+        if operation and operation.gets_another() and changed:
             return changed
-        if line and line.why:
-            beside = changed if line.why == CHANGES else ""
+        if why:
+            beside = changed if why == CHANGES else ""
         elif "batch_norm" in called:
             beside = _PLAIN_NORM
-        elif operation or (not changed and self._mixes_samples(module, suspect, call)):
+        elif operation or (not changed and self._mixes_samples(module, call, number, suspect)):
             is_of_torch = type(module).__module__.startswith("torch.nn")  # Its code is correct.
-            # With several tensors, one of them may be split along a wrong dimension. A single tensor cannot.
-            is_open = is_of_torch or self._passes.path or len(tensors_in(self._passes.arguments)) > 1
+            # If there are several input tensors, one of them may be split along a wrong dimension.
+            is_open = is_of_torch or self._check.path or len(tensors_in(self._check.arguments)) > 1
             beside = beside or (_NO_SAMPLES if is_open else "")
             beside = beside if operation else f"{SAMPLES}{beside and '; '}{beside}"
-        return "; ".join(filter(None, [line.text + (line.why and f": {line.why}") if line else "", beside or changed]))
+        return "; ".join(filter(None, [text + (why and f": {why}"), beside or changed]))
 
-    def _mixes_samples(self, module: nn.Module, suspect: ModuleCall, call: ModuleCall) -> bool:
-        """Return whether a copy of the module is deterministic, but its output for a sample depends on the batch."""
-        with suppress(Exception), CheckMode(self._passes.dtype):
+    def _mixes_samples(self, module: nn.Module, call: ModuleCall, number: int, suspect: ModuleCall) -> bool:
+        """Return whether the output of a module for one sample depends on other samples, and does not change by itself.
+
+        A copy of the module runs alone: twice with the inputs of replica `number`, once with the inputs on one device.
+        """
+        with suppress(Exception), CheckMode(self._check.dtype):
+            alone = copied(module, self._check.dtype)
             calls = (suspect.arguments, suspect.arguments, call.arguments)
-            alone = copied(module, self._passes.dtype)
             once, twice, whole = (alone(*args, **kwargs) for args, kwargs in calls)
-            pairs = compared(once, whole, self._passes.rows[suspect.number])
-            return (
-                not any(map(_uses_batch, module.modules())) and agree(once, twice) and any(gap(*pair) for pair in pairs)
-            )
+            differs = any(gap_text(once, whole, self._check.rows[number]))
+            return differs and agree(once, twice) and not any(map(_uses_batch, module.modules()))
         return False
 
-    def _whole_list(self, suspect: ModuleCall, call: ModuleCall) -> str:
-        arguments = [[*args, *kwargs.values()] for args, kwargs in (suspect.arguments, call.arguments)]
-        total = self._passes.rows[0].total
-        pairs = zip(*arguments, strict=False)
-        return _LIST if any(_holds_list(some, whole, total) for some, whole in pairs) else ""
-
-    def _changed_attributes(self, call: ModuleCall) -> str:
-        names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
-        return names and f"{names} changed in this pass"
-
     def _cause_in_class(self, module: nn.Module, call: ModuleCall) -> str:
-        """Return a note if a converted class differs on one device from the class it replaced."""
+        """Return a note if the class of a converted layer computes something else than the class before conversion."""
         if type(module) is not type(call.module):
             args, kwargs = call.arguments
-            with suppress(Exception), CheckMode(self._passes.dtype):
-                now, then = (copied(each, self._passes.dtype)(*args, **kwargs) for each in (module, call.module))
+            with suppress(Exception), CheckMode(self._check.dtype):
+                now, then = (copied(each, self._check.dtype)(*args, **kwargs) for each in (module, call.module))
                 if not agree(now, then):
                     names = f"{type(module).__name__} computes something else than {type(call.module).__name__}"
                     return f"{names}, which it replaces, on one device, too; {_FORMULA}"
         return ""
 
-    def _line_of_gradient(self) -> str:
-        line = None
-        if self._difference.kind == "gradient":
-            with suppress(Exception):  # The model may not run again.
-                line = line_of_gradient(self._passes, self._index, str(self._difference.name))
-        return line.text + (line.why and f": {line.why}") if line else ""
-
     def _calls(self, path: str = "") -> str:
-        return _text_of_calls(self._many.module, self._record.begun, self._modes, _BY_SAMPLE, path)
+        return _text_of_calls(self._many, self._record.begun, _BY_SAMPLE, path)
 
     def _changed_parameter(self, call: ModuleCall) -> str:
-        """Return a note if the call changes one of its parameters differently in replicas than on one device."""
+        """Return a note if a module changes a parameter in place, and the parameter differs in replicas."""
         one, many = (taken["parameter"] for taken in (self._of_one, self._of_many))
         for name, _ in call.module.named_parameters(prefix=call.key[0]):
-            if name in many and name not in self._of_one["assigned"] and gap(many[name], one[name]):
+            if name in many and name not in self._of_one["assigned"] and not agree(many[name], one[name]):
                 text = f"its forward() changes the parameter {name} in place, and each replica once more, as all share"
                 return f"{text} its memory; compute another tensor from it, or change it outside"
         return ""
 
 
-def _text_of_calls(
-    model: nn.Module, on_one: Mapping[str, int], modes: Sequence[CheckMode], remedy: str, path: str = ""
-) -> str:
-    """Return a note about the first synchronized layer that replicas do not call as often as one device."""
-    modules = model.get_submodule(path).named_modules(prefix=path)
+def _text_of_calls(run: TwinRun, on_one: Mapping[str, int], remedy: str, path: str = "") -> str:
+    """Return a note about the first synchronized layer with another number of calls in replicas than on one device.
+
+    Args:
+        run: the run in replicas.
+        on_one: number of calls on one device, by the name of the module.
+        remedy: advice at the end of the note.
+        path: name of the module to search for such a layer; "" for the whole model.
+    """
+    modules = run.module.get_submodule(path).named_modules(prefix=path)
     for name in [name for name, module in modules if _synchronizes(module)]:
-        others = [mode.begun[name] for mode in modes]
+        others = [mode.begun[name] for mode in run.parallel.modes]
         if {*others} != {on_one[name]}:
             return f"number of calls of {name}: {on_one[name]} on one device, {others} in replicas{remedy}"
     return ""
 
 
 def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], remedy: str) -> list[str]:
-    """Compare scalars of replicas with one device: is their sum, mean, or weighted mean equal to it?
+    """Return sentences about a scalar output: is the sum or mean of the replicas' values the value on one device?
 
     Args:
-        of_replicas: one value for each replica.
+        of_replicas: the value of each replica.
         on_one: the value on one device.
-        name: output name, for the message.
-        sizes: number of rows of each replica.
-        remedy: advice if no relation holds.
-
-    Returns:
-        The relation and the values, in words.
+        name: name of the output, for the message.
+        sizes: number of rows in the chunk of each replica.
+        remedy: advice if neither the sum nor a mean is the value on one device.
     """
     ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
     if len(set(sizes)) > 1 and len(sizes) == len(of_replicas):
@@ -284,28 +310,33 @@ def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], r
     if not (on_one + of_replicas.sum()).isfinite():
         return [f"the loss differs: {name}{remedy}", numbers]
     for way, value, what_to_do in ways:
-        if not gap(value, on_one):
+        if agree(value, on_one):
             text = f"the loss differs: {name}of what replicas return, the {way} is that of one device; {what_to_do}"
             return [f"{text}, {_IN_REPLICAS}", numbers]
     return [f"the loss differs: {name}no sum or mean of what replicas return is that of one device; {remedy}", numbers]
 
 
-def text_of_failure(error: Exception, passes: CheckConfig, model: nn.Module, modes: Sequence[CheckMode]) -> str:
-    """Return the message for an error raised only in replicas, with its module. `model` is the copy with replicas."""
-    calls = _text_of_calls(model, passes.begun, modes, _AS_OFTEN) if isinstance(error, ReplicaSyncError) else ""
+def text_of_failure(error: Exception, run: TwinRun) -> str:
+    """Return the message for an error raised only in replicas, with the module that raised it.
+
+    Args:
+        error: the error from one of the replicas.
+        run: the failed run, with the copy of the model.
+    """
+    calls = _text_of_calls(run, run.check.begun, _AS_OFTEN) if isinstance(error, ReplicaSyncError) else ""
     text = f"runs on one device, but not in replicas: {type(error).__name__}: {calls or shortened(error, 30)}"
     where = ""
-    # Other replicas raise other errors, when they are released from their wait.
-    for call, _ in [mode.failed for mode in modes if mode.failed and mode.failed[1] is error]:
-        where = f"raised in {_name_of_call(call, model)}"
-        module = model.get_submodule(call.key[0])
+    # The other replicas wait for the failed replica, and raise errors of their own when their wait ends.
+    for call, _ in [mode.failed for mode in run.parallel.modes if mode.failed and mode.failed[1] is error]:
+        where = f"raised in {_name_of_call(call, run.module)}"
+        module = run.module.get_submodule(call.key[0])
         if "batch_norm" in call.called and "Expected more than 1 value" in text and not _uses_batch(module):
             where += f": {_cause_in_norm(module, call.called, 1) or _PLAIN_NORM}"
-    return joined(text, where, text_of_hooks(model, passes.model))
+    return joined(text, where, run.text_of_hooks())
 
 
 def joined(*texts: str, most: int = MOST_WORDS) -> str:
-    """Join nonempty texts until the next one would exceed `most` words."""
+    """Join texts with semicolons, and stop before the text that would make the message longer than `most` words."""
     result, *others = filter(None, texts)
     for text in others:
         if len(f"{result} {text}".split()) > most:
@@ -315,17 +346,26 @@ def joined(*texts: str, most: int = MOST_WORDS) -> str:
 
 
 def _different_attributes(one: nn.Module, many: nn.Module, module: str = "") -> list[str]:
-    """Return names of attributes that differ between two copies of a model, or of one of its modules."""
+    """Return the names of attributes with other values on one device than in replicas.
+
+    Args:
+        one: the copy of the model for one device.
+        many: the copy of the model for replicas.
+        module: name of the module to compare, with its submodules; "" for the whole model.
+    """
     here, there = _attributes_of(one, module), _attributes_of(many, module)
     return [name for name in here | there if not agree(_plain(there.get(name)), _plain(here.get(name)))][:_MOST]
 
 
 def _attributes_of(model: nn.Module, module: str) -> dict[str, Any]:
-    """Return attributes, parameters and buffers of all nested modules by name, without the fields of `nn.Module`."""
+    """Return the attributes, parameters and buffers of a module and its submodules, by their dotted names.
+
+    Attributes of the base class `nn.Module` are left out, and so are running statistics.
+    """
     attributes = dict[str, Any]()
     for name, child in dict(model.named_modules())[module].named_modules(prefix=module):
-        # Running statistics are left out: they follow from the inputs of the layer.
-        left_out = _OF_MODULES | {*nn.BatchNorm1d(1)._buffers} if isinstance(child, BatchNormBase) else _OF_MODULES
+        # Running statistics follow from the inputs of the layer, so they are no state that `forward` sets.
+        left_out = OF_MODULES | {*nn.BatchNorm1d(1)._buffers} if isinstance(child, BatchNormBase) else OF_MODULES
         is_opaque = isinstance(child, (nn.DataParallel, torch.jit.ScriptModule))
         members = {} if is_opaque else {**vars(child), **child._parameters, **child._buffers}
         attributes |= {f"{name}.{key}".strip("."): members[key] for key in members if key not in left_out}
@@ -333,7 +373,7 @@ def _attributes_of(model: nn.Module, module: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, depth: int = 4) -> Any:  # The depth is arbitrary.
-    """Convert an attribute to nested lists of tensors, numbers, flags and strings."""
+    """Convert the value of an attribute to nested lists of tensors, numbers, flags and strings."""
     if isinstance(value, (*SCALARS, Tensor)):
         return value
     if not depth or isinstance(value, nn.Module):
@@ -343,28 +383,11 @@ def _plain(value: Any, depth: int = 4) -> Any:  # The depth is arbitrary.
     return [type(value).__name__, *[_plain(item, depth - 1) for item in items]]
 
 
-def _holds_list(some: Any, whole: Any, length: int) -> bool:
-    """Return whether an argument of `length` entries reached a replica unsplit.
-
-    The argument may be a tensor or a list, also a nested one. A list of tensors was split row by row, so it does not
-    count.
-
-    Args:
-        some: argument of the replica.
-        whole: the same argument on one device.
-        length: number of samples in the batch.
-    """
-    if isinstance(some, Tensor):
-        return some.dim() > 0 and len(some) == length and some.shape == getattr(whole, "shape", None)
-    entries = [*some] if is_sequence_type(type(some)) else []
-    is_whole = len(entries) == length and not all(isinstance(entry, Tensor) and entry.dim() for entry in entries)
-    of_some, parts = children_of(some), children_of(whole)
-    inside = [_holds_list(child, parts.get(key), length) for key, child in of_some.items()]
-    return is_whole or (len(of_some) == len(parts) and any(inside))
-
-
 def _name_of_call(call: ModuleCall, model: nn.Module) -> str:
-    """Return the module's name and class, for messages. The class gets its file if a base class has the same name."""
+    """Return the name and class of a called module, for messages.
+
+    The name of the class includes its file if a base class has the same name.
+    """
     (name, number), cls = call.key, type(model.get_submodule(call.key[0]))
     has_namesake = cls.__name__ in [base.__name__ for base in cls.__mro__[1:]]
     name_of_class = f"{cls.__module__}.{cls.__name__}" if has_namesake else cls.__name__
@@ -372,7 +395,13 @@ def _name_of_call(call: ModuleCall, model: nn.Module) -> str:
 
 
 def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
-    """Return why a batch norm is not synchronized, or an empty string if it is."""
+    """Return why the module is a batch norm without synchronization, or "".
+
+    Args:
+        module: the module, in a copy of the model with replicas.
+        called: names of the functions that the module has called: batch_norm, sync_batch_norm or grad.
+        replicas: number of replicas.
+    """
     if reason := reason_not_converted(module, {}):
         return f"a batch norm that convert_model leaves as it is: it {reason.partition(' ')[2]}"
     if not isinstance(module, _SynchronizedBatchNorm):
@@ -384,23 +413,6 @@ def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
     base = next(cls.__name__ for cls in type(module).__mro__ if cls.__module__ == _SynchronizedBatchNorm.__module__)
     text = f"its forward never calls that of {base}; call {base}.forward(self, input), not F.batch_norm; {_FORMULA}"
     return "" if "sync_batch_norm" in called or not module.training else text
-
-
-def text_of_hooks(model: nn.Module, original: nn.Module) -> str:
-    """Return which hook uses an attribute or container of the original that methods use, too; `model`, a copy, ran."""
-    held = [(f"{name}.{key}", it) for name, child in original.named_modules() for key, it in vars(child).items()]
-    names = {id(it): name.strip(".") for name, it in held if isinstance(it, (dict, list, set, deque))}
-    methods = [it for child in model.modules() for cls in type(child).__mro__ for it in vars(cls).items()]
-    codes: set[Any] = {getattr(inspect.unwrap(it), "__code__", None) for key, it in methods if key != "__init__"}
-    for module, hook, variables in hooks_of(model):
-        values, code = [*variables.values(), *(hook.__defaults__ or ())], hook.__code__
-        words = {name for other in codes - {code, None} for name in other.co_names} - _OF_MODULES
-        words &= {*code.co_names, *code.co_consts}  # the latter for setattr
-        used = [key for it in values if isinstance(it, nn.Module) for key in vars(it) if key in words]
-        if used := [*used, *[names[id(it)] for it in values if id(it) in names]]:
-            name = f"{hook.__qualname__} of {module or 'the model itself'} ({', '.join(used)})"
-            return f'{_OF_ORIGINAL}: {name}, see "Hooks that refer to the model"'
-    return ""
 
 
 def _uses_batch(module: object) -> bool:

@@ -1,21 +1,21 @@
 """Check that replicas of a model compute the same as one device: `assert_matches_one_device`.
 
-The obvious check compares each layer. It fails for models that are correct as a whole, such as one that sums in its
-`gather`. Therefore only results for the caller decide: outputs, loss, gradients, parameters and buffers, in three
-passes.
+The obvious check compares the output of each layer. It fails for models that are right as a whole, such as a model that
+sums in its `gather`. Therefore only results for the caller of the model count: outputs, loss, gradients, parameters and
+buffers, in three training passes.
 
-    three passes --differ--> rounding too? --no--> explaining.Investigation: which module, line, cause
-         |                       |
-        agree                   yes: the parameters, perturbed by 1e-12, move the result as far
+    three passes --differ--> is it rounding? --no--> explaining.Investigation (names the module, line and cause)
+         |                         |
+        agree                     yes (a perturbation of parameters by 1e-12 moves the result as far)
 
-Rounding cannot be told by a fixed tolerance, because some models amplify it. Hence the second step: it runs only after
-a difference.
+A fixed tolerance cannot tell errors from rounding, because some models amplify rounding. Therefore the check measures
+rounding (see passes.py), but only after it has found a difference.
 """
 
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,37 +23,21 @@ from torch import nn
 
 from ..meeting import add_note
 from ..messages import check_module, check_number, collected_warnings, warn
-from .comparing import agree, gap, largest, numbers_of
-from .explaining import Investigation, text_of_failure, text_of_hooks
-from .passes import (
-    ROUNDING,
-    CheckConfig,
-    Difference,
-    FailsInReplicas,
-    Key,
-    Loss,
-    Observed,
-    TwinRun,
-    differences,
-    pairs_of,
-    scalars,
-)
+from .comparing import agree
+from .explaining import Investigation, text_of_failure
+from .passes import Check, FailsInReplicas, Loss, Observed, TwinRun, beyond_rounding, differences, scalars
 
 __all__ = ["assert_matches_one_device"]
 
-# State lost in the first pass shows in the second. The third shows the state of schedules that start in the second.
+# Number of passes. State that a replica loses in the first pass shows in the second pass. The third pass shows the same
+# for state that begins to change in the second pass, as in a schedule.
 _PASSES = 3
-# Rounding varies from run to run, so differences up to this multiple of one measurement count as rounding. A result
-# without amplified rounding moves by about 1e-12 if parameters do: a hundred times that is far below the tolerance.
-_MARGIN = 100
 
-# Functions of torch that refuse CPU tensors: their error text, and the method of `super()` to call instead.
+# Functions of torch that refuse tensors on the CPU: a part of their error, and the method of `super()` to call instead.
 _REFUSED_BY_TORCH = {
     "Gather function not implemented for CPU": "gather(outputs, output_device)",
     "Expected a non cpu device": "scatter(inputs, kwargs, device_ids)",
 }
-
-Pair = tuple[Observed, Observed]  # results of the same pass: on one device, in replicas
 
 
 def assert_matches_one_device(
@@ -95,14 +79,11 @@ def assert_matches_one_device(
     check_module(model)
     check_number("replicas", replicas)
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    path, wrapper = _wrapper_in(model)
-    replicas = replicas or max(2, len(wrapper.device_ids) if wrapper else 0)
-    model = wrapper.module if model is wrapper else model
-    # The caller may be in inference mode, but the check needs gradients.
+    # The check needs gradients, even if it is called in inference mode.
     with _random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         try:
             with collected_warnings() as warned, _steps_of_torch_named():
-                doubt = _compare(CheckConfig(model, (inputs, dict(kwargs or {})), wrapper, path, replicas, loss, dtype))
+                doubt = _compare(Check(model, (inputs, dict(kwargs or {})), replicas, loss, dtype))
         except (AssertionError, FailsInReplicas) as failure:
             error = AssertionError(text_of_failure(*failure.args)) if isinstance(failure, FailsInReplicas) else failure
             for text in warned:
@@ -122,72 +103,55 @@ def _random_states_kept() -> Iterator[None]:
         yield
 
 
-def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
-    """Return (name, wrapper) of the outermost wrapper in a model, or ("", None).
-
-    A wrapper inside another one is left out: it makes no replicas.
-
-    Raises:
-        ValueError: for several outermost wrappers.
-    """
-    wrappers = {name: module for name, module in model.named_modules() if isinstance(module, nn.DataParallel)}
-    inside = {id(module) for wrapper in wrappers.values() for module in wrapper.module.modules()}
-    outermost = {name: wrapper for name, wrapper in wrappers.items() if id(wrapper) not in inside}
-    if len(outermost) > 1:
-        name = next(iter(outermost))
-        raise ValueError(
-            f"expected a model with one wrapper, but got {', '.join(outermost)} in a {type(model).__name__}; check "
-            f"each alone, as in assert_matches_one_device(model.{name}, ...) with the inputs of that wrapper"
-        )
-    return next(iter(outermost.items()), ("", None))
-
-
-def _compare(passes: CheckConfig) -> str:
-    """Raise an error for the first difference beyond rounding; return a warning about equal chunks, or nothing."""
+def _compare(check: Check) -> str:
+    """Raise an error for the first difference that is no rounding. Return a warning about equal chunks, or ""."""
     one, many, doubt = None, None, ""
     for index in range(_PASSES):
-        one = one or TwinRun(passes, True, index)
-        of_one = _on_one_device(passes, one, index)
-        many = many or TwinRun(passes, False, index)  # Made late, to save memory.
+        one = one or TwinRun(check, True, index)
+        of_one = _on_one_device(check, one, index)
+        many = many or TwinRun(check, False, index)  # This copy is made late, to save memory.
         of_many = many.take(index)
-        _refuse_unseen(passes, of_many)
-        doubt = doubt or _hidden_by_equal_chunks(passes, of_one, of_many)
+        _refuse_unseen(check, of_many)
+        doubt = doubt or _hidden_by_equal_chunks(check, of_one, of_many)
         if difference := next(differences(of_one, of_many), None):
             one = many = None
-            difference = _beyond_rounding(passes, index, (of_one, of_many))
+            difference = beyond_rounding(check, index, (of_one, of_many))
         del of_one, of_many
         if difference:
-            raise AssertionError(Investigation(passes, index, difference).text())
+            raise AssertionError(Investigation(check, index, difference).text())
     return doubt
 
 
-def _hidden_by_equal_chunks(passes: CheckConfig, one: Observed, many: Observed) -> str:
-    """Return a warning if means of equal chunks differ between replicas, and their mean is that of the batch."""
+def _hidden_by_equal_chunks(check: Check, one: Observed, many: Observed) -> str:
+    """Return a warning if each replica may return the mean of its chunk, and all chunks are equal; otherwise "".
+
+    The mean of the means of equal chunks is right, while the mean of the means of different chunks is not.
+    """
     are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
-    if len({len(rows.here) for rows in passes.rows}) > 1 or not are_means:
+    if len({len(rows.here) for rows in check.rows}) > 1 or not are_means:
         return ""
     return (
-        f"all chunks have {len(passes.rows[0].here)} rows, so that the mean of a chunk that each replica returns "
-        f"cannot be told from the mean of the batch; pass {2 * passes.replicas - 1} samples, unless those of your "
+        f"all chunks have {len(check.rows[0].here)} rows, so that the mean of a chunk that each replica returns "
+        f"cannot be told from the mean of the batch; pass {2 * check.replicas - 1} samples, unless those of your "
         "training make equal chunks"
     )
 
 
-def _on_one_device(passes: CheckConfig, one: TwinRun, index: int) -> Observed:
-    """Run a pass on one device. An error gets a note about the copy."""
+def _on_one_device(check: Check, one: TwinRun, index: int) -> Observed:
+    """Run a pass on one device. Add a note to an error: it comes from a copy of the model on the CPU."""
     try:
         return one.take(index)
     except Exception as error:
-        where = f"This is from a copy of the model on one device: on the CPU, in {str(passes.dtype)[6:]}"
+        where = f"This is from a copy of the model on one device: on the CPU, in {str(check.dtype)[6:]}"
         add_note(error, f"{where}; for operators without float64, pass dtype=torch.float32.")
-        if hooks := text_of_hooks(one.module, passes.model):
+        if hooks := one.text_of_hooks():
             add_note(error, hooks)
         raise
 
 
 @contextmanager
 def _steps_of_torch_named() -> Iterator[None]:
-    """Translate torch's errors about CPU tensors: name the user's method that calls the function, and the remedy."""
+    """Translate torch's errors about tensors on the CPU: name the user's method, and the method to call instead."""
     try:
         yield
     except Exception as error:
@@ -198,46 +162,10 @@ def _steps_of_torch_named() -> Iterator[None]:
         raise
 
 
-def _refuse_unseen(passes: CheckConfig, many: Observed) -> None:
-    """Raise a TypeError for outputs of unknown classes, if there is no `loss` to compare instead."""
-    for path, kind in many["unseen"].items() if passes.loss is None else ():
+def _refuse_unseen(check: Check, many: Observed) -> None:
+    """Raise a TypeError for outputs of unknown classes, unless there is a `loss` to compare in place of the outputs."""
+    for path, kind in many["unseen"].items() if check.loss is None else ():
         raise TypeError(
             f"expected outputs to compare, but got {path} of class {kind}, in which no tensors can be seen; return "
             "tensors, in a tuple, list, dict or dataclass, or pass a `loss` that takes them from it"
         )
-
-
-def _beyond_rounding(passes: CheckConfig, index: int, pair: Pair) -> Difference | None:
-    """Return the first difference larger than the effect of a perturbation of parameters by rounding."""
-    rounding = _moved(passes, index, pair, ROUNDING[passes.dtype])
-    for is_repeated in (False, True):
-        if is_repeated:  # Results that change without any perturbation are random, so their change is no rounding.
-            itself = _moved(passes, index, pair, 0.0)
-            rounding = {key: by for key, by in rounding.items() if not itself.get(key)}
-        for difference in differences(*pair, rounding):
-            if difference.kind != "buffer" or _is_state(passes, index, pair, str(difference.name)):
-                return difference
-    return None
-
-
-def _moved(passes: CheckConfig, index: int, pair: Pair, noise: float) -> dict[Key, float]:
-    """Return how far each result moves if parameters are perturbed by `noise`, times the margin.
-
-    The larger effect of both sides counts.
-    """
-    moves = dict[Key, float]()
-    for is_one, before in zip((True, False), pair, strict=True):
-        for key, now, then in pairs_of(TwinRun(passes, is_one, index, noise).take(index), before):
-            if now.shape == then.shape:
-                moves[key] = max(_MARGIN * largest(numbers_of(now) - numbers_of(then)), moves.get(key, 0.0))
-    return moves
-
-
-def _is_state(passes: CheckConfig, index: int, pair: Pair, name: str) -> bool:
-    """Return whether a buffer carries state: its value after a pass on one device depends on its value before."""
-    side = TwinRun(passes, True, index)
-    with suppress(Exception):  # `forward` may refuse this value, or replace the buffer.
-        buffer = dict(side.module.named_buffers())[name]
-        buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
-        return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))
-    return True

@@ -1,8 +1,16 @@
-"""Run training passes of a model's copies, on one device and in replicas, and compare the results for their caller."""
+"""Run training passes of copies of a model, on one device and in replicas, and compare the results.
+
+Only results that the caller of the model sees are compared: outputs, loss, gradients, parameters and buffers. Models
+may be right as a whole although single layers differ, such as a model that sums in its `gather`.
+
+Rounding is measured: both copies run the pass once more with parameters that are perturbed by a tiny fraction of their
+values. A result that moves by a similar amount differs by rounding. A fixed tolerance would be too small for models
+that amplify rounding, and too large for others.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -12,133 +20,179 @@ from torch import Tensor, nn
 from ..processes import active_group
 from ..trees import Tree, format_path, leaves_of, named_leaves, tensors_in, with_leaves
 from ..wrapper import Arguments
-from .comparing import LEAST, SCALARS, agree, format_gap, gap, largest, tolerance_of
-from .twin import CheckMode, Rows, Twin, copied, rows_of_chunks, seed, wrapper_like
+from .comparing import LEAST, SCALARS, agree, format_gap, gap, largest, numbers_of, tolerance_of
+from .twin import CheckMode, Rows, Twin, copied, go_backward, rows_of_chunks, seed, wrapper_like
 
 __all__: list[str] = []
 
 IN_FORWARD = ("output", "value", "loss")  # kinds of results that need no backward pass
-# Passes with a backward pass, which takes most of the time. A lost counter shows in the second pass, and may affect
-# gradients alone, so one is not enough.
+# Number of passes with a backward pass, which takes most of the time. One is not enough: state that a replica loses in
+# the first pass shows in the second pass, and perhaps only in its gradients.
 _TRAINING = 2
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # size of the perturbation that measures rounding, by dtype
+# The fraction by which parameters are perturbed to measure rounding.
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
+# A difference counts as rounding up to this multiple of one measurement, because rounding varies from run to run. This
+# hides no errors: a perturbation of 1e-12 moves most results by about 1e-12, far below the tolerance.
+_MARGIN = 100
 
 Loss = Callable[[Any], Tensor]
-Key = tuple[str, Any]  # (kind, name) of a result
+ResultKey = tuple[str, Any]  # (kind, name) of a result
 
-# Results of a pass, by kind and name:
-#   output, loss, gradient, parameter, buffer   tensors
-#   value      numbers, flags and strings in the output, by path
-#   path       paths of the output tensors
-#   returned   one-element tensors of each replica
-#   added      gradients of parameters after the forward pass
-#   unseen     class names of outputs whose tensors cannot be reached, by path
-#   assigned   names of parameters and buffers that `forward` replaced with other tensors
+# The results of a pass, by their kind and name:
+#   output      tensors in the output of the model, by their index
+#   loss        the loss of the user, by the name "loss", or a random loss, by the name None
+#   gradient    gradients of parameters and inputs, in the order of the backward pass
+#   parameter   parameters after the forward pass
+#   buffer      copies of the persistent buffers after the forward pass
+#   value       numbers, flags and strings in the output of the model, by their path
+#   path        paths of the tensors in the output of the model, by their index
+#   returned    tensors with one element in the output of each replica: by the replica's number, then by their path
+#   added       gradients of parameters after the forward pass, before the backward pass
+#   unseen      class names of objects in the output with unreachable tensors, by their path
+#   assigned    names of parameters and buffers that `forward` has replaced by other tensors
 Observed = dict[str, dict[Any, Any]]
+Pair = tuple[Observed, Observed]  # results of the same pass: on one device, and in replicas
 
 
 class FailsInReplicas(Exception):
-    """An error raised only in replicas, with the arguments of `text_of_failure`."""
+    """An error of a pass in replicas. The same pass runs on one device without an error."""
 
 
-@dataclass
-class CheckConfig:
-    """Settings of all passes of a check, and facts noted on the way."""
+def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
+    """Return (name, wrapper) of the outermost wrapper in a model, or ("", None).
 
-    model: nn.Module
-    arguments: Any
-    wrapper: nn.DataParallel[Any] | None
-    path: str  # path of the wrapper in a model that contains it, or ""
-    replicas: int
-    loss: Loss | None
-    dtype: torch.dtype
+    A wrapper inside of another wrapper does not count, because it makes no replicas.
 
-    def __post_init__(self) -> None:
+    Raises:
+        ValueError: for several outermost wrappers.
+    """
+    wrappers = {name: module for name, module in model.named_modules() if isinstance(module, nn.DataParallel)}
+    inside = {id(module) for wrapper in wrappers.values() for module in wrapper.module.modules()}
+    outermost = {name: wrapper for name, wrapper in wrappers.items() if id(wrapper) not in inside}
+    if len(outermost) > 1:
+        name = next(iter(outermost))
+        raise ValueError(
+            f"expected a model with one wrapper, but got {', '.join(outermost)} in a {type(model).__name__}; check "
+            f"each alone, as in assert_matches_one_device(model.{name}, ...) with the inputs of that wrapper"
+        )
+    return next(iter(outermost.items()), ("", None))
+
+
+class Check:
+    """The model and the options of a check, and facts about the batch from the first passes.
+
+    Raises:
+        RuntimeError: if the process belongs to a process group, or the model cannot be copied.
+        ValueError: for another dtype, several wrappers, or fewer than two chunks.
+    """
+
+    def __init__(
+        self, model: nn.Module, arguments: Any, replicas: int | None, loss: Loss | None, dtype: torch.dtype
+    ) -> None:
+        path, wrapper = self.path, self.wrapper = _wrapper_in(model)  # name of the wrapper inside the model, or ""
         if active_group(None) is not None:
             raise RuntimeError("expected a single process, as copies would exchange with others; call it in one alone")
-        if self.dtype not in ROUNDING:
-            raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {self.dtype}")
-        self.grads = list[Tensor]()  # random gradients of outputs, if there is no `loss`
-        self.rows = list[Rows]()  # rows of each chunk
-        self.pads = False  # whether a list of tensors is split by entries and its tensors differ in shape
-        self.name = f"{self.path}.module" if self.path else ""  # name of the replicated module
-        self.begun: Mapping[str, int] = {}  # number of calls by module name, in the last pass on one device
-        if not self.path:
-            self.note_rows(wrapper_like(self.wrapper, self.model, self.replicas), *copied(self.arguments, self.dtype))
+        if dtype not in _ROUNDING:
+            raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {dtype}")
+        self.model = wrapper.module if wrapper and not path else model
+        self.arguments, self.loss, self.dtype = arguments, loss, dtype
+        self.name = f"{path}.module" if path else ""  # name of the replicated module inside the model
+        self.replicas = replicas or max(2, len(wrapper.device_ids) if wrapper else 0)
+        self.grads = list[Tensor]()  # random gradients of the outputs, for a check without a `loss`
+        self.rows = list[Rows]()  # rows of each replica's chunk
+        self.pads = False  # whether an argument is a list of samples with different shapes
+        self.begun: Mapping[str, int] = {}  # number of calls of each module in the last pass on one device
+        if not path:
+            self.note_rows(wrapper_like(wrapper, self.model, self.replicas), *copied(arguments, dtype))
 
     def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
-        """Note the rows of each chunk, and whether lists are padded. A hook calls this for an inner wrapper."""
+        """Note the rows of each replica's chunk, and whether an argument is a list of samples with different shapes.
+
+        If the wrapper is a submodule of the model, a hook of the wrapper calls this method with the wrapper's inputs.
+        """
         self.rows = self.rows or rows_of_chunks(parallel, self.replicas, inputs, kwargs)
         lists = [leaf.value for leaf in Arguments(parallel, inputs, kwargs, 1).tree.leaves if leaf.splits_by_entry()]
         self.pads = any(len({entry.shape for entry in entries if isinstance(entry, Tensor)}) > 1 for entries in lists)
 
 
 class TwinRun(Twin):
-    """A twin that runs passes on one device or in replicas, after `index` earlier ones."""
+    """A copy of the model that runs passes on one device or in replicas.
 
-    backward_mode: CheckMode | None = None
+    Args:
+        check: the model and options of the check.
+        is_one: whether to run on one device.
+        index: number of passes to run at once, so that the copy has the same state as the model after these passes.
+        noise: fraction by which parameters are perturbed before the first pass, to measure rounding.
+        is_moved: whether to perturb parameters before each pass, so that weights of zeros hide no errors.
+    """
 
-    def __init__(
-        self, passes: CheckConfig, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True
-    ) -> None:
-        super().__init__(passes.model, passes.arguments, passes.dtype, is_one)
-        self._passes, self._is_one, self._is_moved = passes, is_one, is_moved
-        inside: Any = dict(self.module.named_modules())[passes.path]  # Scripted modules refuse get_submodule.
-        wrapper, replicated = (inside, inside.module) if passes.path else (passes.wrapper, inside)
-        self.parallel = wrapper_like(wrapper, replicated, 1 if is_one else passes.replicas)
-        if passes.path:
-            self.module.set_submodule(passes.path, self.parallel)
-            self.parallel.register_forward_pre_hook(passes.note_rows, with_kwargs=True)
+    def __init__(self, check: Check, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True) -> None:
+        super().__init__(check.model, check.arguments, check.dtype, is_one)
+        self.check, self._is_one, self._is_moved = check, is_one, is_moved
+        inside: Any = dict(self.module.named_modules())[check.path]  # Scripted modules refuse get_submodule.
+        wrapper, replicated = (inside, inside.module) if check.path else (check.wrapper, inside)
+        self.parallel = wrapper_like(wrapper, replicated, 1 if is_one else check.replicas)
+        if check.path:
+            self.module.set_submodule(check.path, self.parallel)
+            self.parallel.register_forward_pre_hook(check.note_rows, with_kwargs=True)
         self.move_constants(is_moved)
         self.move(-1, noise)
         for before in range(index):
             self.take(before)
 
-    def take(self, index: int, kind: str = "gradient", modes: Sequence[CheckMode] = ()) -> Observed:
+    def take(
+        self, index: int, kind: str = "gradient", modes: Sequence[CheckMode] = (), in_backward: CheckMode | None = None
+    ) -> Observed:
         """Run one pass and return its results.
 
         Args:
-            index: number of the pass. It seeds all random numbers, with other seeds in replicas than on one device.
-            kind: kind of the wanted result. The backward pass is left out if it is not needed.
-            modes: a mode for each replica.
+            index: number of the pass, and seed of its random numbers. Replicas get another seed than one device.
+            kind: kind of the wanted result. A result of the forward pass needs no backward pass.
+            modes: function mode of each replica in the forward pass.
+            in_backward: function mode in the backward pass.
         """
-        self.move(index, 0.01 * self._is_moved)  # Also in the first pass: modules with equal weights may cancel.
-        self.parallel.modes = modes or [CheckMode(self._passes.dtype) for _ in range(self._passes.replicas)]
-        seed(index if self._is_one or self._passes.path else 1000 + index)
+        self.move(index, 0.01 * self._is_moved)  # The first pass needs this, too: equal weights may hide errors.
+        self.parallel.modes = modes or [CheckMode(self.check.dtype) for _ in range(self.check.replicas)]
+        seed(index if self._is_one or self.check.path else 1000 + index)
         try:
-            return self._taken(index < _TRAINING and kind not in IN_FORWARD)
+            return self._taken(index < _TRAINING and kind not in IN_FORWARD, in_backward)
         except Exception as error:
             if self._is_one:
                 raise
-            raise FailsInReplicas(error, self._passes, self.module, self.parallel.modes) from error
+            raise FailsInReplicas(error, self) from error
 
-    def _taken(self, has_backward: bool) -> Observed:
-        dtype, module, parallel = self._passes.dtype, self.module, self.parallel
+    def _taken(self, has_backward: bool, in_backward: CheckMode | None) -> Observed:
+        dtype, module, parallel = self.check.dtype, self.module, self.parallel
         leaves = [_fresh(leaf) for leaf in leaves_of(self.arguments)]
         asking = {f"input {i}": leaf for i, leaf in enumerate(leaves) if getattr(leaf, "requires_grad", False)}
-        initial = dict(module.named_parameters()) | asking  # before `forward` calls requires_grad_ on other inputs
+        initial = dict(module.named_parameters()) | asking  # before `forward` may call requires_grad_
         inputs, kwargs = with_leaves(self.arguments, iter(leaves))
         memory = self.memory()
         self.order.clear()
         with parallel.modes[0] if self._is_one else CheckMode(dtype) as mode:
-            output = (module if self._passes.path else parallel)(*inputs, **kwargs)
-        self._passes.begun = mode.begun if self._is_one else self._passes.begun
+            output = (module if self.check.path else parallel)(*inputs, **kwargs)
+        self.check.begun = mode.begun if self._is_one else self.check.begun
         outputs, seen = self._outputs(output), self._after_forward(output, memory)
         with CheckMode(dtype):
-            loss = self._random_loss(outputs) if self._passes.loss is None else self._passes.loss(output)
+            loss = self._random_loss(outputs) if self.check.loss is None else self.check.loss(output)
         _check_loss(loss, outputs)
         if has_backward and loss.requires_grad:
-            go_backward(loss, initial.values(), self.backward_mode or CheckMode(dtype))
+            go_backward(loss, initial.values(), in_backward or CheckMode(dtype))
         grads = {name: initial[name].grad for name in self.order | initial}
         module.zero_grad()
         parallel.returned = ()
-        losses = {self._passes.loss and "loss": loss.detach().reshape(())}
+        losses = {self.check.loss and "loss": loss.detach().reshape(())}
         return seen | {"output": dict(enumerate(map(Tensor.detach, outputs))), "loss": losses, "gradient": grads}
 
     def _after_forward(self, output: Any, memory: Mapping[str, Tensor]) -> Observed:
-        """Return the results of the forward pass, except for output tensors. `memory`: views taken before it."""
+        """Return the results of the forward pass, except for the tensors in the output.
+
+        Args:
+            output: output of the model.
+            memory: views of parameters and buffers from before the forward pass.
+        """
         named = named_leaves(output, "output")
-        # A custom norm need not count its calls, so counters are not compared.
+        # A norm of the user's own may not count its calls, so `num_batches_tracked` is not compared.
         saved = {name for name in self.module.state_dict(keep_vars=True) if not name.endswith("num_batches_tracked")}
         return {
             "path": dict(enumerate([path for path, leaf in named if isinstance(leaf, Tensor)])),
@@ -152,20 +206,20 @@ class TwinRun(Twin):
         }
 
     def _outputs(self, output: Any) -> list[Tensor]:
-        """Return the output tensors. If a custom `gather` returns a list of replica outputs, concatenate them."""
+        """Return the output tensors. If the user's `gather` returns a list of the replicas' outputs, join them."""
         outputs, numbers = tensors_in(output), [len(tensors_in(part)) for part in self.parallel.returned]
         is_list = "gather" in self.parallel.overridden and len({*numbers}) == 1 and len(outputs) == sum(numbers)
-        if not is_list or self._passes.path:
+        if not is_list or self.check.path:
             return outputs
         groups = [outputs[i :: numbers[0]] for i in range(numbers[0])]
         return [torch.cat(group, self.parallel.dim) if group[0].dim() else torch.stack(group) for group in groups]
 
     def _random_loss(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return a loss with a random gradient for each output, or for the mean of scalars from replicas."""
-        if not self._passes.grads:  # One device runs first and fixes the shapes.
+        """Return a loss with a random gradient for each output. If replicas return a scalar each, take their mean."""
+        if not self.check.grads:  # One device runs first, so that gradients have the shapes of its outputs.
             generator = torch.Generator().manual_seed(0)
-            self._passes.grads = [torch.randn(tensor.shape, generator=generator) for tensor in outputs]
-        pairs = zip(outputs, self._passes.grads, strict=False)
+            self.check.grads = [torch.randn(tensor.shape, generator=generator) for tensor in outputs]
+        pairs = zip(outputs, self.check.grads, strict=False)
         means = [(tensor if tensor.shape == grad.shape else tensor.double().mean(), grad) for tensor, grad in pairs]
         return sum([(tensor * grad).sum().real for tensor, grad in means], torch.zeros(()))
 
@@ -179,15 +233,15 @@ def _check_loss(loss: Any, outputs: Sequence[Tensor]) -> None:
 
 
 def _numbers_in(output: Any) -> dict[str, Tensor]:
-    """Return the one-element tensors of an output, by path."""
+    """Return the tensors with one element in an output, by their path."""
     leaves = dict(named_leaves(output, "output"))
     return {path: leaf.detach() for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.numel() == 1}
 
 
 def _unseen_in(output: Any) -> dict[str, str]:
-    """Return class names of unreadable outputs, by path.
+    """Return the class names of objects in an output that may hold tensors the check cannot find, by their path.
 
-    These are objects with unreachable tensors. If the whole output holds nothing to compare, these are all its leaves.
+    If the check finds no tensor, number or string in an output, each object of the output may hold such tensors.
     """
     tree = Tree(output, path=("output",), is_output=True)
     compared = [leaf.path for leaf in tree.leaves if isinstance(leaf.value, (Tensor, *SCALARS))]
@@ -198,28 +252,12 @@ def _unseen_in(output: Any) -> dict[str, str]:
 
 
 def _fresh(leaf: Any) -> Any:
-    """Copy an input tensor, because the forward pass may change it in place."""
+    """Return a copy of an input tensor, because the forward pass may change the input in place."""
     is_data = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_data else leaf
 
 
-def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
-    """Run the backward pass, and restore `.grad` of all leaves outside the copy, such as the user's parameters."""
-    known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
-    nodes = new = set[Any]({edge.node})
-    while new := {following for node in new for following, _ in node.next_functions} - nodes - {None}:
-        nodes = nodes | new
-    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-    grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
-    for leaf, _ in grads:
-        leaf.grad = None  # Otherwise autograd would add to the user's tensor in place.
-    with mode:  # Checkpoints run the forward pass again, and need the mode, too.
-        torch.autograd.backward(edge)  # With a tensor in place of the edge, torch would leave the mode.
-    for leaf, grad in grads:
-        leaf.grad = grad
-
-
-_MOST = 4  # Output shapes in a message. Arbitrary.
+_MOST = 4  # Largest number of output shapes in a message. Arbitrary.
 _ROWS = "return a row for each sample, and compute what concerns the whole batch from the gathered output"
 IN_PLACE = "only what replica 0 writes into it in place stays, from its own chunk; update it outside the forward pass"
 _ASSIGNED = "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass"
@@ -230,69 +268,89 @@ _KINDS = ("output", "loss", "gradient", "parameter", "buffer")  # kinds of compa
 
 
 class Difference(NamedTuple):
-    """One difference between results on one device and in replicas."""
+    """One difference between the results of a pass on one device and in replicas."""
 
-    kind: str
-    name: object
-    text: str
-    why: str = ""
-    look: str = ""  # advice on where to look, if no line is found
+    kind: str  # kind of the result, such as "output" or "gradient" (see `Observed`)
+    name: Any  # name of the result; None for a random loss, and for outputs of other shapes
+    text: str  # the difference in words
 
 
-def differences(one: Observed, many: Observed, rounding: Mapping[Key, float] | None = None) -> Iterator[Difference]:
-    """Yield the differences larger than `rounding`, in the order of the pass."""
-    yield from _different_structures(one, many)
-    is_number = any(True for _ in scalars(one, many))  # Replicas return losses, or sums to compute one.
-    grads = [grad for grad in one["gradient"].values() if grad is not None]
-    sizes, agreed = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}, ""
-    for (kind, name), actual, expected in pairs_of(many, one):
-        if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:
-            continue  # A scalar from each replica is compared in the loss.
-        rounding_of_largest = ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
-        size = max(LEAST, rounding_of_largest / tolerance_of(expected))
-        if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
-            text, why = _text_of(kind, name, (actual, expected), format_gap(by, actual, expected), (one, many))
-            look = f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
-            if kind == "parameter" and name not in many[kind]:
-                text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
-                why = ""
-            yield Difference(kind, name, text, why, look if kind == "gradient" and not is_number else "")
-        elif kind == "gradient" and expected.any():
-            agreed = f", while that of {name}, before it, agrees; if no branch leads past that, look between these two"
+def differences(
+    one: Observed, many: Observed, rounding: Mapping[ResultKey, float] | None = None
+) -> Iterator[Difference]:
+    """Yield the differences between results on one device and in replicas, in the order of the pass.
 
-
-def _text_of(
-    kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, passes: tuple[Observed, Observed]
-) -> tuple[str, str]:
-    """Return (text, cause or "") of a difference. `passes` holds the results on one device, then in replicas."""
-    one, many = passes
-    if kind == "output":
-        part = f" in {one['path'][name]}" if len(one["path"]) > 1 else ""
-        return f"outputs differ{part}, {how}", ""
-    if kind == "loss":
-        in_replicas, on_one = (f"{tensor.sum():.6g}" for tensor in pair)
-        what = "the loss differs" if one["unseen"] else "outputs agree, the loss does not"
-        text = f"{what}: {on_one} on one device, {in_replicas} in replicas"
-        return text, "`loss` depends on more than the output" if name else ""  # No name: random loss of the check.
-    if kind == "gradient":
-        text = "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of"
-        return f"{text} {name}: {_norms(*pair)}", "" if agree(many["added"], one["added"]) else _BACKWARD
-    text = f"outputs, loss and gradients agree; the {kind} {name} differs after the forward pass, {how}"
-    return text, _ASSIGNED if name in one["assigned"] else IN_PLACE if kind == "buffer" else _CHANGED
-
-
-def _different_structures(one: Observed, many: Observed) -> Iterator[Difference]:
+    Args:
+        one: the results on one device.
+        many: the results in replicas.
+        rounding: largest absolute difference that counts as rounding, by the kind and name of the result.
+    """
     of_one, of_many = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
     if len(of_one) != len(of_many) or any(a != b and math.prod(a) != 1 for a, b in zip(of_one, of_many, strict=True)):
         shapes = [f"{of[:_MOST]}{', ...' if len(of) > _MOST else ''}" for of in (of_one, of_many)]
-        yield Difference("output", None, "outputs have shapes {} on one device, {} in replicas".format(*shapes), _ROWS)
+        yield Difference("output", None, "outputs have shapes {} on one device, {} in replicas".format(*shapes))
     for path, value in one["value"].items() if one["value"].keys() == many["value"].keys() else ():
         if not agree(other := many["value"][path], value):
-            yield Difference("value", path, f"{path} is {value!r} on one device, {other!r} in replicas", _ROWS)
+            yield Difference("value", path, f"{path} is {value!r} on one device, {other!r} in replicas")
+    grads = [grad for grad in one["gradient"].values() if grad is not None]
+    sizes = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}
+    for (kind, name), actual, expected in pairs_of(many, one):
+        if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:
+            continue  # A scalar that each replica returns is compared as a part of the loss.
+        rounding_of_largest = _ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
+        size = max(LEAST, rounding_of_largest / tolerance_of(expected))
+        if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
+            yield Difference(kind, name, _text_of(kind, name, by, actual, expected, one, many))
 
 
-def pairs_of(actual: Observed, expected: Observed) -> Iterator[tuple[Key, Tensor, Tensor]]:
-    """Yield (key, actual, expected) for the tensors of two passes. Zeros stand for None and missing tensors."""
+def _text_of(kind: str, name: Any, by: float, actual: Tensor, expected: Tensor, one: Observed, many: Observed) -> str:
+    """Return the difference between two results in words.
+
+    Args:
+        kind, name: kind and name of the result.
+        by: the gap between the tensors `actual` and `expected`.
+        actual, expected: the result in replicas, and on one device.
+        one, many: all results on one device, and in replicas.
+    """
+    if kind == "output":
+        part = f" in {one['path'][name]}" if len(one["path"]) > 1 else ""
+        return f"outputs differ{part}, {format_gap(by, actual, expected)}"
+    if kind == "loss":
+        what = "the loss differs" if one["unseen"] else "outputs agree, the loss does not"
+        return f"{what}: {expected.sum():.6g} on one device, {actual.sum():.6g} in replicas"
+    if kind == "gradient":
+        text = "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of"
+        return f"{text} {name}: {_norms(actual, expected)}"
+    if kind == "parameter" and name not in many[kind]:
+        return f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
+    how = f"differs after the forward pass, {format_gap(by, actual, expected)}"
+    return f"outputs, loss and gradients agree; the {kind} {name} {how}"
+
+
+def cause_of(difference: Difference, one: Observed, many: Observed) -> str:
+    """Return the cause of a difference, or "" if the results of the pass do not show a certain cause.
+
+    Args:
+        difference: the difference between two results.
+        one, many: all results on one device, and in replicas.
+    """
+    kind, name, _ = difference
+    if kind == "value" or (kind == "output" and name is None):
+        return _ROWS
+    if kind == "loss" and name:
+        return "`loss` depends on more than the output"
+    if kind == "gradient":
+        return "" if agree(many["added"], one["added"]) else _BACKWARD
+    if kind == "buffer" or (kind == "parameter" and name in many[kind]):
+        return _ASSIGNED if name in one["assigned"] else IN_PLACE if kind == "buffer" else _CHANGED
+    return ""
+
+
+def pairs_of(actual: Observed, expected: Observed) -> Iterator[tuple[ResultKey, Tensor, Tensor]]:
+    """Yield (key, actual tensor, expected tensor) for all results of two passes.
+
+    A tensor of zeros stands for None, as for a parameter without a gradient, and for a missing result.
+    """
     for kind in _KINDS:
         for name, tensor in expected[kind].items():
             pair = actual[kind].get(name), tensor
@@ -309,9 +367,9 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
 
 
 def scalars(one: Observed, many: Observed) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Yield (replica values, single-device value, output name) for each scalar output.
+    """Yield (values in replicas, value on one device, name) for each scalar output of the replicated module.
 
-    A scalar that is equal in all replicas and on one device, such as a temperature, is left out.
+    A scalar with the same value in all replicas and on one device is left out, such as a temperature.
     """
     parts, on_one = many["returned"].values(), one["returned"].get(0, {})
     for path, tensor in on_one.items() if parts else ():
@@ -320,3 +378,51 @@ def scalars(one: Observed, many: Observed) -> Iterator[tuple[Tensor, Tensor, str
             of_one = tensor.double().real.reshape(())
             if not agree(numbers, of_one.expand_as(numbers)):
                 yield numbers, of_one, f"as {path}, " if path != "output" else ""
+
+
+def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
+    """Return the first difference that is too large for rounding, or None.
+
+    Args:
+        check: the model and options of the check.
+        index: number of the pass.
+        pair: the results of this pass on one device, and in replicas.
+    """
+    rounding = _moved(check, index, pair, _ROUNDING[check.dtype])
+    for is_repeated in (False, True):
+        if is_repeated:  # A result that changes from run to run is random, so its change is no measure of rounding.
+            itself = _moved(check, index, pair, 0.0)
+            rounding = {key: by for key, by in rounding.items() if not itself.get(key)}
+        for difference in differences(*pair, rounding):
+            if difference.kind != "buffer" or _is_state(check, index, pair, str(difference.name)):
+                return difference
+    return None
+
+
+def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey, float]:
+    """Return how far each result moves if parameters are perturbed, multiplied by a safety margin.
+
+    If the result moves farther in replicas than on one device, or less far, the larger distance counts.
+
+    Args:
+        check: the model and options of the check.
+        index: number of the pass.
+        pair: the results of the unperturbed pass on one device, and in replicas.
+        noise: fraction by which parameters are perturbed.
+    """
+    moves = dict[ResultKey, float]()
+    for is_one, before in zip((True, False), pair, strict=True):
+        for key, now, then in pairs_of(TwinRun(check, is_one, index, noise).take(index), before):
+            if now.shape == then.shape:
+                moves[key] = max(_MARGIN * largest(numbers_of(now) - numbers_of(then)), moves.get(key, 0.0))
+    return moves
+
+
+def _is_state(check: Check, index: int, pair: Pair, name: str) -> bool:
+    """Return whether a buffer carries state: the value after a pass on one device depends on the value before."""
+    side = TwinRun(check, True, index)
+    with suppress(Exception):  # `forward` may raise an error for the changed value.
+        buffer = dict(side.module.named_buffers())[name]
+        buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
+        return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))
+    return True

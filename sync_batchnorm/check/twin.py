@@ -1,16 +1,19 @@
-"""Make comparable copies ("twins") of a model and its wrapper, for one device and for replicas.
+"""Make comparable copies ("twins") of a model and its wrapper: one for one device, one for replicas.
 
-Twins compute on the CPU, in one dtype and without dropout, so that only real differences remain. `CheckMode` enforces
-this, and tracks the running module calls. Parameters are perturbed before each pass: a weight of zeros, or two branches
-with equal weights that cancel, would hide an error before them.
+Both copies compute on the CPU, in one dtype, and without dropout, so that a difference between them is an error of the
+model in replicas. The torch function mode `CheckMode` sees to this, and keeps track of the running module calls.
+
+The parameters of both copies are perturbed before each pass. Otherwise a weight of zeros, or two branches with equal
+weights and opposite signs, would hide an error in the layers before.
 """
 
 import copy
+import inspect
 import random
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,11 +29,14 @@ from ..layers import _SynchronizedBatchNorm
 from ..torch_private import HOOKS, in_transform
 from ..trees import children_of, tensors_in
 from ..wrapper import Arguments, DataParallelWithCallback
+from ..wrapper.hooks import hooks_of
 
 __all__: list[str] = []
 
 _DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 _DROPOUTS |= {"feature_dropout", "native_dropout", "dropout_", "alpha_dropout_", "feature_dropout_"}
+OF_MODULES = {*vars(nn.Module()), "eps_mode"}  # attributes that torch or this library sets on modules
+_OF_ORIGINAL = "hooks that refer to the model use attributes of the original, not the replica"
 
 
 def seed(number: int) -> None:
@@ -41,46 +47,54 @@ def seed(number: int) -> None:
         numpy.random.seed(number)
 
 
-# Hooks must reach the mode of their own thread, and torch keeps the active modes per thread. Therefore this is an
-# overridable torch function: calling it invokes `__torch_function__` of the current mode.
+# A hook of a replica must reach the function mode of its own thread. Torch keeps the active modes of each thread, and a
+# call of an overridable torch function invokes `__torch_function__` of the active mode. So hooks call this overridable
+# function.
 @wrap_torch_function(lambda name, *_: (name,))
 def notify_module_call(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
-    """Notify the mode of this thread about the begin or end of a module call. Threads without a mode ignore it."""
+    """Tell the function mode of this thread that a module call begins. If there is an output, the call has ended."""
+
+
+CallKey = tuple[str, int]  # name of the called module, and the number of earlier calls of this module in the pass
 
 
 @dataclass
 class ModuleCall:
     """One call of a module, on one device or in a replica."""
 
-    module: Any
-    key: tuple[str, int]  # name of the module, index of the call
-    called: set[str] = field(default_factory=set)  # functions called directly: batch_norm, sync_batch_norm, grad
-    arguments: Any = None  # on one device: a copy; in a replica: only for suspects
-    output: Any = None  # on one device: a copy
-    in_replicas: "list[ModuleCall]" = field(default_factory=list)  # on one device: the compared calls of the replicas
-    # In a replica:
-    number: int = 0  # replica number
-    agrees: bool = False  # whether the inputs agree with one device
-    gap: float = 0.0  # largest gap of an output tensor
-    how: str = ""  # the gap in words
-    part: str = "output"  # name of the output with the largest gap
+    module: Any  # the called module, or None for code outside of all modules
+    key: CallKey
+    # Names of some functions that the module calls directly: "batch_norm", "sync_batch_norm" and "grad".
+    called: set[str] = field(default_factory=set)
+    # (args, kwargs) of the call. One device keeps a copy of them. A replica keeps them only if the output is wrong.
+    arguments: Any = None
+    output: Any = None  # a copy of the output; only for a call on one device
+    # Name of the output tensor with the largest gap, and this gap in words. Only for a wrong output in a replica.
+    gap: tuple[str, str] = ("", "")
+    # Only for a call on one device: the same call in each replica, by the number of the replica. None stands for a call
+    # with other arguments than on one device.
+    in_replicas: "dict[int, ModuleCall | None]" = field(default_factory=dict)
 
 
 class CheckMode(TorchFunctionMode):
-    """Make torch compute on the CPU, in `dtype` and without dropout."""
+    """Make torch compute on the CPU, in `dtype`, and without dropout."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.dropped = dict[str, None]()  # dropout functions that were switched off
-        self.failed: tuple[ModuleCall, Exception] | None = None  # innermost call ended by an error
-        self._running = [ModuleCall(None, ("", 0))]
-        self.begun: Counter[str] = Counter()  # number of calls by module name
+        self.dropped = dict[str, None]()  # names of the dropout functions that this mode has switched off
+        self.failed: tuple[ModuleCall, Exception] | None = None  # the innermost call that raised an error
+        self._running = [ModuleCall(None, ("", 0))]  # the running module calls, innermost last
+        self.begun: Counter[str] = Counter()  # number of calls of each module, by its name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if func is notify_module_call:
-            return self._notify_module_call(*args)
+        if in_transform():  # Tensors inside torch.vmap have no dimension of samples to compare.
+            return None if func is notify_module_call else CheckMode.run(self, func, args, kwargs or {})
+        return self._notify_module_call(*args) if func is notify_module_call else self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a torch function with its tensors on the CPU, in the dtype of this mode, and without dropout."""
+        name = getattr(func, "__name__", "")
         if name in _DROPOUTS and _drops(args, kwargs):
             self.dropped[name] = None
             output = self.converted(args[0] if args else kwargs["input"]).clone()
@@ -98,15 +112,16 @@ class CheckMode(TorchFunctionMode):
         return self.converted(func(*args, **kwargs))
 
     def converted(self, value: Any) -> Any:
-        """Move a tensor to the CPU and cast it to the dtype. Integers and 8-bit floats keep their dtype."""
+        """Move a tensor to the CPU and cast it to the dtype of this mode.
+
+        Integers and 8-bit floating-point numbers keep their dtype.
+        """
         if not isinstance(value, Tensor):
             return value
         dtype = self.dtype if value.is_floating_point() and value.element_size() > 1 else value.dtype
         return value.to("cpu", self.dtype.to_complex() if value.is_complex() else dtype)
 
     def _notify_module_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
-        if in_transform():  # Tensors inside torch.vmap have no batch dimension to compare.
-            return None
         if not output:
             call = ModuleCall(module, (name, self.begun[name]))
             self.begun[name] += 1
@@ -116,8 +131,8 @@ class CheckMode(TorchFunctionMode):
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and (self.failed is None or self.failed[1] is not error):
             self.failed = self._running[-1], error
-        # The innermost call may belong to another module: an exception skips the end of calls, and a hook of the user
-        # may raise before the begin of a call is noted here.
+        # The innermost running call may be the call of another module: an error skips the hooks at the end of a call,
+        # and a hook of the user may raise an error before our hook at the begin of a call.
         while any(call.module is module for call in self._running):
             call = self._running.pop()
             if call.module is module:
@@ -125,27 +140,27 @@ class CheckMode(TorchFunctionMode):
         return None
 
     def begin(self, call: ModuleCall, arguments: Any) -> Any:
-        """Note the begin of a call. May return arguments to use instead."""
+        """React to the begin of a module call. May return other arguments for the call."""
 
     def end(self, call: ModuleCall, output: Any) -> Any:
-        """Note the end of a call. May return an output to use instead."""
+        """React to the end of a module call. May return another output for the caller."""
 
 
 def _drops(args: Sequence[Any], kwargs: Any) -> bool:
     """Return whether a call of a dropout function is in training mode with a nonzero probability."""
-    _, p, trains, *_ = (*args, None, None, None)  # Positional options come from torch.dropout and its variants only.
+    _, p, trains, *_ = (*args, None, None, None)  # Only torch.dropout and its variants get options by position.
     return bool(kwargs.get("p", p) and kwargs.get("training", kwargs.get("train", trains)))
 
 
-# Attributes with a probability (dropout, stochastic depth, skipped layers), by the package of the class. A class named
-# DropPath counts as part of timm: users mostly copy it from there.
+# Names of attributes with the probability to drop a value, path or layer, by the package of the module's class. A class
+# with the name DropPath counts as part of timm, because users mostly copy this class from timm.
 _DROPPING = ("drop_prob", "layerdrop", "drop_connect_rate")
 _PACKAGES = ("timm", "transformers", "monai", "segmentation_models_pytorch")
 _PROBABILITIES = {"torchvision": ("p",), **dict.fromkeys(_PACKAGES, _DROPPING)}
 
 
 class _Copying(CheckMode):
-    """Let `deepcopy` copy tensors inside a graph, too; torch itself refuses them."""
+    """Let `deepcopy` copy tensors with a `grad_fn`, too. Torch itself refuses to copy them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
@@ -154,17 +169,18 @@ class _Copying(CheckMode):
 
 
 def copied(tree: Any, dtype: torch.dtype) -> Any:
-    """Copy modules or arguments, with tensors in `dtype` on the CPU."""
-    with torch.no_grad(), _Copying(dtype):  # Otherwise, parameters of copied scripted modules would have a grad_fn.
+    """Copy modules or arguments; tensors of the copy are on the CPU, in `dtype`."""
+    with torch.no_grad(), _Copying(dtype):  # With grad mode, copies of scripted parameters get a grad_fn.
         return copy.deepcopy(tree)
 
 
 class Twin:
-    """A copy of a model and its arguments, with dropout off and hooks that notify the mode."""
+    """A copy of a model and its arguments, without dropout, and with hooks that call `notify_module_call`."""
 
     def __init__(self, model: nn.Module, arguments: Any, dtype: torch.dtype, is_one: bool) -> None:
-        self.dropped = dict[str, None]()  # names of attributes whose dropout was switched off
-        self.order = dict[str, None]()  # names of parameters in the order of their gradients
+        self._original = model
+        self.dropped = dict[str, None]()  # names of attributes with a dropout probability that is set to 0
+        self.order = dict[str, None]()  # names of parameters, in the order of their gradients in the backward pass
         try:
             self.module, self.arguments = copied((model, arguments), dtype)
             with torch.no_grad():
@@ -179,36 +195,61 @@ class Twin:
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)
             if isinstance(module, _SynchronizedBatchNorm):
-                module.__dict__["eps_mode"] = "plus"  # Without an exchange, layers always use this rule.
-                if is_one and module._former_class is not None:  # The class before conversion is the reference.
+                module.__dict__["eps_mode"] = "plus"  # On one device, layers always use this rule for eps.
+                if is_one and module._former_class is not None:  # One device runs the class before the conversion.
                     object.__setattr__(module, "__class__", module._former_class)
             if isinstance(module, nn.DataParallel):
-                module.device_ids = []  # An inner wrapper then calls its module directly.
+                module.device_ids = []  # Without devices, nn.DataParallel calls its module directly.
             for hooks in [vars(module)[hooks] for hooks in HOOKS if hooks in vars(module)]:
                 hooks.update({number: _rebound(hook, copies) for number, hook in hooks.items()})
             if not isinstance(module, torch.jit.ScriptModule):  # Scripted modules refuse Python hooks.
-                # It stands before the user's hooks, because they may raise.
+                # Our hook runs before the user's hooks, because they may raise an error.
                 module.register_forward_pre_hook(partial(notify_module_call, name), with_kwargs=True, prepend=True)
                 module.register_forward_hook(partial(notify_module_call, name), with_kwargs=True, always_call=True)
 
     def _take_over_attributes(self, model: nn.Module) -> None:
-        """Copy the user's attributes of parameters and buffers, and hook parameters to note their gradients' order."""
+        """Copy the user's attributes of parameters and buffers, and note the order of gradients in backward passes."""
         originals: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in self.module.named_parameters():
-            if originals[name].requires_grad:  # Copies of scripted modules lose this flag.
-                # Only the name is noted: `.grad` keeps the gradient without another copy.
+            if originals[name].requires_grad:  # The copy of a scripted module loses this flag.
+                # The hook notes only the name of the parameter, because `.grad` keeps the gradient anyway.
                 parameter.requires_grad_().register_hook(lambda _, name=name: self.order.setdefault(name))
         originals |= dict(model.named_buffers(remove_duplicate=False))
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             vars(tensor).update(vars(originals[name]))
 
+    def text_of_hooks(self) -> str:
+        """Return a note about a hook that refers to the user's model in place of this copy, or "".
+
+        Such a hook writes into an attribute or a container of the user's model. The methods of the copy read the same
+        attribute of the copy, so that they never see the value from the hook.
+        """
+        original = self._original.named_modules()
+        held = [(f"{name}.{key}", value) for name, child in original for key, value in vars(child).items()]
+        names = {id(value): name.strip(".") for name, value in held if isinstance(value, (dict, list, set, deque))}
+        classes = {cls for child in self.module.modules() for cls in type(child).__mro__}
+        methods = [value for cls in classes for key, value in vars(cls).items() if key != "__init__"]
+        codes: set[Any] = {getattr(inspect.unwrap(method), "__code__", None) for method in methods}
+        for module, hook, variables in hooks_of(self.module):
+            values, code = [*variables.values(), *(hook.__defaults__ or ())], hook.__code__
+            words = {name for other in codes - {code, None} for name in other.co_names} - OF_MODULES
+            words &= {
+                *code.co_names,
+                *code.co_consts,
+            }  # A call of setattr has the attribute's name among the constants.
+            used = [key for value in values if isinstance(value, nn.Module) for key in vars(value) if key in words]
+            if used := [*used, *[names[id(value)] for value in values if id(value) in names]]:
+                name = f"{hook.__qualname__} of {module or 'the model itself'} ({', '.join(used)})"
+                return f'{_OF_ORIGINAL}: {name}, see "Hooks that refer to the model"'
+        return ""
+
     def memory(self) -> dict[str, Tensor]:
-        """Return views of parameters and buffers, to detect later whether `forward` replaced their memory."""
+        """Return views of parameters and buffers. They show later whether `forward` has assigned other tensors."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         return {name: tensor.detach() for name, tensor in tensors if tensor.layout == torch.strided}
 
     def _switch_off_dropout(self, name: str, module: nn.Module) -> None:
-        """Set the dropout and stochastic depth attributes of a module to 0."""
+        """Set the attributes of a module for the probability of dropout and stochastic depth to 0."""
         package = "timm" if type(module).__name__ == "DropPath" else type(module).__module__.partition(".")[0]
         is_of_torch = isinstance(module, (nn.RNNBase, nn.MultiheadAttention))
         names = ("dropout",) if is_of_torch else _PROBABILITIES.get(package, ())
@@ -219,15 +260,22 @@ class Twin:
 
     @torch.no_grad()
     def move_constants(self, is_moved: bool) -> None:
-        """Perturb constant parameters (zeros, ones): a weight of zeros would hide an error before it."""
+        """Perturb parameters with equal values, such as zeros: a weight of zeros would hide an error before it."""
         for name, parameter in self.module.named_parameters():
             if is_moved and _trains(parameter) and bool(parameter.eq(first := parameter.flatten()[0]).all()):
                 size = (0.1 * first.abs()).clamp(min=0.02) * (0.5 + _numbers_like(parameter, name).abs())
-                parameter.add_(-size if first < 0 else size)  # Zeros become positive, so that their root is no NaN.
+                parameter.add_(
+                    -size if first < 0 else size
+                )  # Zeros become positive: their square root must not be NaN.
 
     @torch.no_grad()
     def move(self, index: int, by: float) -> None:
-        """Perturb trainable parameters by about the fraction `by` of each value, differently in each pass."""
+        """Multiply trainable parameters by random factors near 1.
+
+        Args:
+            index: number of the pass. Each pass has other factors.
+            by: standard deviation of the factors.
+        """
         for name, parameter in self.module.named_parameters():
             if _trains(parameter) and by:
                 parameter.addcmul_(_numbers_like(parameter, f"{index} {name}"), parameter.abs(), value=by)
@@ -238,7 +286,10 @@ def _trains(tensor: Tensor) -> bool:
 
 
 def _numbers_like(parameter: Tensor, name: str) -> Tensor:
-    """Return random numbers in the shape of a parameter, seeded by a name. They repeat after 1021, to save time."""
+    """Return normal random numbers in the shape of a parameter, seeded by a name.
+
+    To save time, the numbers repeat after 1021 entries.
+    """
     generator, size = torch.Generator().manual_seed(zlib.crc32(name.encode())), parameter.numel()
     numbers = torch.randn(min(size, 1021), generator=generator, dtype=torch.float64)
     return numbers.to(parameter.dtype).repeat(size // len(numbers) + 1)[:size].reshape(parameter.shape)
@@ -250,16 +301,16 @@ def shortened(error: Exception, most: int) -> str:
     return " ".join(words[:most]) + (" ..." if len(words) > most else "")
 
 
-def closure_of(function: Any) -> list[Any]:
-    """Return the closure values of a function; an empty list if a variable is not set yet."""
-    with suppress(ValueError):
-        return [cell.cell_contents for cell in function.__closure__ or ()] if type(function) is FunctionType else []
-    return []
-
-
 def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
-    """Return a hook whose closure holds the copies instead of the user's modules."""
-    closure = closure_of(hook)
+    """Return a hook with copies in its closure in place of the user's modules.
+
+    Args:
+        hook: a hook of the user's model.
+        copies: the copy of each module, by the id of the user's module.
+    """
+    closure = list[Any]()
+    with suppress(ValueError):  # The user's code may not have set a variable of the closure yet.
+        closure = [cell.cell_contents for cell in hook.__closure__ or ()] if type(hook) is FunctionType else []
     if not copies.keys() & set(map(id, closure)):
         return hook
     cells = tuple([CellType(copies.get(id(value), value)) for value in closure])
@@ -268,11 +319,35 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
     return result
 
 
-class Rows(NamedTuple):
-    """Range of the rows of a chunk, and the number of rows of the batch."""
+def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
+    """Run the backward pass of a copied model, and restore the gradients of all other tensors.
 
-    here: range
-    total: int
+    The graph may contain parameters of the user outside of the model. They keep the values of `.grad`.
+
+    Args:
+        loss: the tensor at the root of the backward pass.
+        of_copy: parameters and inputs of the copy, to leave with new gradients.
+        mode: function mode for hooks and recomputations in the backward pass.
+    """
+    known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
+    nodes = new = set[Any]({edge.node})
+    while new := {following for node in new for following, _ in node.next_functions} - nodes - {None}:
+        nodes = nodes | new
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
+    for leaf, _ in grads:
+        leaf.grad = None  # Otherwise autograd would add to the user's gradient in place.
+    with mode:  # A checkpoint runs a part of the forward pass again, and needs the function mode, too.
+        torch.autograd.backward(edge)  # Called with a tensor in place of an edge, torch disables the function mode.
+    for leaf, grad in grads:
+        leaf.grad = grad
+
+
+class Rows(NamedTuple):
+    """The rows of a replica's chunk."""
+
+    here: range  # indices of these rows in the batch
+    total: int  # number of rows of the batch
 
 
 _METHODS = ("scatter", "gather", "forward")
@@ -280,17 +355,17 @@ _USUAL = {getattr(cls, name) for cls in (nn.DataParallel, DataParallelWithCallba
 
 
 class CheckedWrapper(DataParallelWithCallback):
-    """A wrapper for CPU replicas. Each replica runs in its own mode."""
+    """A wrapper for replicas on the CPU. Each replica runs in a function mode of its own."""
 
-    overridden: Sequence[str] = ()  # names of the methods that the user's wrapper overrides
-    modes: Sequence[CheckMode]
+    overridden: Sequence[str] = ()  # names of the methods that the class of the user's wrapper overrides
+    modes: Sequence[CheckMode]  # function mode of each replica
     returned: Sequence[Any] = ()  # output of each replica
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if len(self.device_ids) > 1:
             return super().forward(*inputs, **kwargs)
         args, kwargs_of = self.scatter(inputs, kwargs, self.device_ids)
-        of_one = args[0] if isinstance(args[0], (list, tuple)) else args[:1]  # torch's parallel_apply does the same.
+        of_one = args[0] if isinstance(args[0], (list, tuple)) else args[:1]  # as in torch's parallel_apply
         output = self.module(*of_one, **kwargs_of[0])
         self.returned = [output]
         return self.gather([output], self.output_device) if "gather" in self.overridden else output
@@ -307,16 +382,16 @@ def _call_in_mode(mode: CheckMode, replica: nn.Module, /, *args: Any, **kwargs: 
 
 
 def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replicas: int) -> CheckedWrapper:
-    """Return a wrapper for CPU replicas of `module` with the methods and attributes of the user's wrapper."""
+    """Return a wrapper of `module` on the CPU, with the methods and attributes of the user's wrapper."""
     parallel = CheckedWrapper(module, ["cpu"] * replicas)
-    wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])  # Warnings show the name of this class.
-    cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # the user's class, if the object was patched
+    wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])  # Warnings show the name of its class.
+    cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # the class before `patch_replication_callback`
     bases = (CheckedWrapper,) if issubclass(CheckedWrapper, cls) else (cls, CheckedWrapper)
     methods = {name: getattr(CheckedWrapper, name) for name in ("replicate", "parallel_apply", "__call__")}
     object.__setattr__(parallel, "__class__", type(cls.__name__, bases, methods))
     kept = {*vars(nn.Module()), "device_ids", "output_device", "src_device_obj"}
     for name in vars(wrapper).keys() - kept:
-        held = vars(wrapper)[name]  # A method set on the user's object is bound again, to this wrapper.
+        held = vars(wrapper)[name]  # A method that is an attribute of the user's wrapper is bound to the new wrapper.
         parallel.__dict__[name] = held.__func__.__get__(parallel) if getattr(held, "__self__", 0) is wrapper else held
     parallel.__dict__["_modules"] = {**vars(wrapper)["_modules"], "module": module}
     parallel.overridden = [name for name in _METHODS if name in vars(wrapper) or getattr(cls, name) not in _USUAL]
@@ -327,7 +402,7 @@ def rows_of_chunks(parallel: CheckedWrapper, replicas: int, inputs: Any, kwargs:
     """Return the rows of each replica's chunk.
 
     Raises:
-        ValueError: for fewer than two chunks.
+        ValueError: for fewer than two replicas, or fewer than two chunks.
     """
     if replicas < 2:
         raise ValueError(f"expected at least two replicas to compare, but got {replicas=}; pass a larger number")
@@ -336,7 +411,7 @@ def rows_of_chunks(parallel: CheckedWrapper, replicas: int, inputs: Any, kwargs:
         sizes = _sizes_of_chunks([*chunks], (inputs, kwargs), parallel.dim)
     else:
         sizes = Arguments(parallel, inputs, kwargs, replicas).sizes
-    if len(sizes) < 2 and "forward" in parallel.overridden:  # A custom forward may split the batch itself.
+    if len(sizes) < 2 and "forward" in parallel.overridden:  # The user's `forward` may split the batch itself.
         sizes = [1] * replicas
     if len(sizes) < 2 or not sum(sizes):
         raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
@@ -344,10 +419,15 @@ def rows_of_chunks(parallel: CheckedWrapper, replicas: int, inputs: Any, kwargs:
 
 
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:
-    """Return the number of rows of each chunk.
+    """Return the number of rows in each chunk from a user's `scatter`, which does not report these numbers.
 
-    A custom `scatter` does not report it. Therefore we search for a dimension whose sizes in all chunks add up to a
-    size in the batch: first of tensors, then of lists.
+    In some dimension of the tensors, the sizes of all chunks add up to a size of the batch. These sizes are the numbers
+    of rows. If no tensor has such a dimension, the lengths of lists are the numbers of rows.
+
+    Args:
+        chunks: (args, kwargs) of each chunk.
+        arguments: (args, kwargs) of the batch.
+        dim: dimension of samples in tensors, to try first.
     """
     totals = {size for tensor in tensors_in(arguments) for size in tensor.shape if size}
     shapes = [[(*leaf.shape[dim:][:1], *leaf.shape) for leaf in tensors_in(chunk)] for chunk in chunks]
@@ -356,4 +436,4 @@ def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[in
             if sum(sizes) in totals:
                 return list(sizes)
     lists = [[value for value in children_of(args).values() if isinstance(value, (list, tuple))] for args, _ in chunks]
-    return [len(of_chunk[0]) if of_chunk else 0 for of_chunk in lists]  # lists with an entry for each sample
+    return [len(of_chunk[0]) if of_chunk else 0 for of_chunk in lists]  # The first list has an entry for each sample.
