@@ -1,12 +1,8 @@
-"""Processes compute what one process computes on the whole batch; what they exchange, and how that fails.
-
-The checks themselves are in `distributed_worker.py`. Each world of processes is started once, and runs all of them.
-"""
+"""Worlds of processes, of one process and of threads; and programs that `torchrun` starts."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import os
 import re
@@ -21,83 +17,43 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_worker import CHECKS, SLOW, run_world
+import worlds
 from forks import forked, needs_fork
 from helpers import assert_equal, assert_same_step, twins
 from repository import ROOT, blocks_of
 from torch import nn
+from worlds import GATHERS, PATH
 
 from sync_batchnorm import SynchronizedBatchNorm2d, convert_model
 
-SECONDS = 600.0  # in which a world must have ended; a collective that nobody joins ends earlier, with its own timeout
-GATHERS = [name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)]  # one in torch 2.8
-PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+SECONDS = 600.0  # in which a program must have ended
 
 
-@functools.cache
-def world_of(size: int, base: Path) -> tuple[Path, str]:
-    """Run all checks in a world, once for all processes that run tests; return its folder, and what it has printed."""
-    import fcntl
-
-    folder = base / f"world_of_{size}"
-    folder.mkdir(exist_ok=True)
-    with (folder / "printed").open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_size == 0:  # nobody was here before the lock was free
-            file.write(run_world(size, folder, [name for name in CHECKS if size > 2 or name not in SLOW]) or "nothing")
-        file.seek(0)
-        return folder, file.read()
+# A world of processes for tests.
 
 
-CASES = [pytest.param(2, name, marks=pytest.mark.smoke) for name in CHECKS if name not in SLOW]
-CASES += [pytest.param(3, name, marks=pytest.mark.slow) for name in CHECKS]
+def fail(rank: int, how: str) -> None:
+    if rank == 1:
+        {"raises": lambda: 1 / 0, "dies": lambda: os._exit(3), "hangs": threading.Event().wait}[how]()
+    dist.barrier()
 
 
 @needs_fork
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("size", "name"), CASES)
-def test_check_holds_in_a_world_of_processes(size, name, tmp_path_factory):
-    base = tmp_path_factory.getbasetemp()  # with xdist, in a folder of all its processes
-    folder, printed = world_of(size, base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
-    assert all((folder / f"{name}.{rank}").exists() for rank in range(size)), printed
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [("raises", "fails:\n.*ZeroDivisionError"), ("dies", "has ended with 3,"), ("hangs", "has ended with -")],
+)
+def test_a_world_names_the_rank_that_fails(how, end, monkeypatch):
+    monkeypatch.setattr(worlds, "SECONDS", 1)
+    world = worlds.World(2)
+    with pytest.raises(pytest.fail.Exception, match=f"(?s)rank 1 of 2 {end}"):
+        world.run(fail, how=how)
+    monkeypatch.undo()
+    world.run(dist.barrier)  # in new processes
+    world.stop()
 
 
-def on_simulated_gpus(folder: Path, *names: str) -> str:
-    """Run checks in a world of two that has simulated GPUs; return what it has printed."""
-    command = [sys.executable, str(Path(__file__).with_name("distributed_worker.py")), folder, *names]
-    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": PATH}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout.strip()
-
-
-@pytest.mark.cuda
-@pytest.mark.simulated
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_checks_hold_on_simulated_gpus(tmp_path):
-    assert on_simulated_gpus(tmp_path) == ""
-
-
-# What `torch.distributed` does with vectors of different lengths, as the page of processes says.
-def assert_rank_0_is_aborted(printed: str, folder: Path, name: str) -> None:
-    assert re.search(r"rank 0 of 2, which ended with (6|134):", printed), printed
-    assert (folder / f"{name}.1").exists(), printed
-
-
-@needs_fork
-def test_process_with_fewer_channels_is_aborted(tmp_path, capfd):
-    name = "processes_with_layers_of_other_widths_end"
-    assert_rank_0_is_aborted(run_world(2, tmp_path, [name]), tmp_path, name)
-    assert "op.preamble.length <= op.nbytes" in capfd.readouterr().err
-
-
-@pytest.mark.cuda
-@pytest.mark.simulated
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_process_on_a_gpu_beside_one_on_the_cpu_is_aborted(tmp_path):
-    name = "a_process_on_a_gpu_beside_one_on_the_cpu_ends"
-    assert_rank_0_is_aborted(on_simulated_gpus(tmp_path, name), tmp_path, name)
+# A world of one, ranks in threads, and a torch without any.
 
 
 @pytest.fixture
