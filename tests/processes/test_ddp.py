@@ -12,25 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from helpers import Net, assert_equal, randomize
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from worlds import (
-    assert_same_gradients,
-    assert_same_step,
-    checkpointed,
-    conv_net,
-    cut,
-    each_process,
-    images,
-    norm_conv,
-    partly_frozen,
-    residual,
-    summed,
-    twins,
-    with_ignored_head,
-)
+from worlds import assert_same_step, conv_net, cut, each_process, images, residual, twins
 
 from sync_batchnorm import convert_model
 
@@ -67,11 +54,11 @@ def assert_same_training(plain: nn.Module, model: nn.Module) -> None:
 @each_process(2, 3)
 def test_ddp_training_equals_one_process():
     for net, options in (
-        *((net, {}) for net in (conv_net, residual, large, partly_frozen)),
+        *((net, {}) for net in (conv_net, residual, large, worlds.partly_frozen)),
         (residual, {"broadcast_buffers": False}),
         (residual, {"static_graph": True}),
         (residual, {"gradient_as_bucket_view": True}),
-        (with_ignored_head, {"find_unused_parameters": True}),
+        (worlds.with_ignored_head, {"find_unused_parameters": True}),
     ):
         for plain, ddp in each_ddp(net, **options):
             assert_same_training(plain, ddp)
@@ -81,7 +68,7 @@ def test_ddp_training_equals_one_process():
 def test_ddp_around_checkpoints_equals_one_process():
     for reentrant in (False, True):
         plain, model = twins(nn.Sequential(residual(), conv_net()))
-        one, ours = (nn.Sequential(*[checkpointed(part, reentrant) for part in net]) for net in (plain, model))
+        one, ours = (nn.Sequential(*[worlds.checkpointed(part, reentrant) for part in net]) for net in (plain, model))
         assert_same_training(one, DistributedDataParallel(ours))
 
 
@@ -96,7 +83,7 @@ class GatheredStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> Tensor:
-        return summed(grad).chunk(dist.get_world_size())[dist.get_rank()]
+        return worlds.summed(grad).chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def levels(net: Net, input: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +98,7 @@ def test_ddp_with_losses_over_gathered_features_equals_one_process(size):
         return sum((one @ one.T).log_softmax(1).diagonal().sum() for one in features)
 
     rows = [2] * size
-    for plain, ddp in each_ddp(lambda: Net(levels, stem=residual(), trunk=residual(), head=norm_conv())):
+    for plain, ddp in each_ddp(lambda: Net(levels, stem=residual(), trunk=residual(), head=worlds.norm_conv())):
         for _ in range(2):
             batch = images(rows)
             expected = contrast(plain(batch))
@@ -119,7 +106,7 @@ def test_ddp_with_losses_over_gathered_features_equals_one_process(size):
             assert_equal(actual, expected)
             expected.backward()
             actual.backward()
-            assert_same_gradients(ddp, plain, averaged=True)
+            worlds.assert_same_gradients(ddp, plain, averaged=True)
 
 
 @each_process(2, 3)

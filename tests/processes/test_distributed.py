@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 import worlds
 from forks import forked, needs_fork
-from helpers import assert_equal, assert_same_step, twins
+from helpers import assert_equal, assert_same_step, in_threads, twins
 from repository import ROOT, blocks_of
 from torch import nn
 from worlds import GATHERS, PATH
@@ -29,26 +30,27 @@ from sync_batchnorm import SynchronizedBatchNorm2d, convert_model
 SECONDS = 600.0  # in which a program must have ended
 
 
-# A world of processes for tests.
+# What happens when a rank fails, to the others and in the tests.
 
 
-def fail(rank: int, how: str) -> None:
+def call_while_rank_1(how: str, rank: int) -> None:
     if rank == 1:
         {"raises": lambda: 1 / 0, "dies": lambda: os._exit(3), "hangs": threading.Event().wait}[how]()
-    dist.barrier()
+    with pytest.raises(RuntimeError, match="Connection") as caught:
+        SynchronizedBatchNorm2d(3)(torch.randn(2, 3, 4, 4))
+    assert caught.value.__notes__ == [f"Raised in the exchange of {worlds.WITHOUT_NAME} between processes."]
+
+
+ENDS = {"raises": r"fails:\n.*ZeroDivisionError.*", "dies": r"has ended with 3, [^\n]*", "hangs": r"has ended with -.*"}
 
 
 @needs_fork
-@pytest.mark.parametrize(
-    ("how", "end"),
-    [("raises", "fails:\n.*ZeroDivisionError"), ("dies", "has ended with 3,"), ("hangs", "has ended with -")],
-)
-def test_a_world_names_the_rank_that_fails(how, end, monkeypatch):
-    monkeypatch.setattr(worlds, "SECONDS", 1)
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_fails_ends_the_others_with_an_error_and_is_named(how, monkeypatch):
+    monkeypatch.setattr(worlds, "SECONDS", 1 if how == "hangs" else 100)
     world = worlds.World(2)
-    with pytest.raises(pytest.fail.Exception, match=f"(?s)rank 1 of 2 {end}"):
-        world.run(fail, how=how)
-    monkeypatch.undo()
+    with pytest.raises(pytest.fail.Exception, match=rf"(?s)^{'.*' * (how == 'hangs')}rank 1 of 2 {ENDS[how]}\Z"):
+        world.run(call_while_rank_1, how=how)
     world.run(dist.barrier)  # in new processes
     world.stop()
 
@@ -107,12 +109,7 @@ def train_ranks_in_threads() -> None:
             outputs[rank] = models[rank](batch[3 * rank :][:3])
             outputs[rank].square().mean().backward()
 
-    threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    in_threads(partial(train, 0), partial(train, 1))
     assert_equal(torch.cat([outputs[0], outputs[1]]), plain(batch))
 
 

@@ -3,53 +3,28 @@
 from __future__ import annotations
 
 import copy
-import faulthandler
 import gc
 import io
 import pickle
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 import worlds
-from forks import needs_fork
 from helpers import randomize
 from torch import nn
-from worlds import GATHER, Collectives, World, assert_same_step, conv_net, each_process, gpus, images, residual, twins
+from worlds import GATHER, WITHOUT_NAME, Collectives, assert_same_step, conv_net, each_process, images, residual, twins
 
 from sync_batchnorm import SynchronizedBatchNorm2d, convert_model
-
-WITHOUT_NAMES = ["a SynchronizedBatchNorm2d without a name"] * 2
 
 
 def named_layers(device: str = "cpu") -> list[nn.Module]:
     models = [nn.Sequential(OrderedDict([(name, nn.BatchNorm2d(3, device=device))])) for name in ("stem", "head")]
     return [convert_model(model)[0] for model in models]
-
-
-def copied_by_one_process() -> list[nn.Module]:
-    """Return layers of which one process has copies as well, such as an average that it evaluates."""
-    layers = named_layers()
-    for layer in copy.deepcopy(layers) if dist.get_rank() == 0 else []:
-        layer.eval()(torch.ones(2, 3, 4, 4))
-    return layers
-
-
-def unpickled_by_one_process() -> list[nn.Module]:
-    layers = named_layers()
-    return pickle.loads(pickle.dumps(layers)) if dist.get_rank() == 1 else layers
-
-
-PAIRS: list[tuple[Callable[[], Sequence[nn.Module]], Sequence[str]]] = [
-    (lambda: convert_model(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))), ["0", "1"]),
-    (lambda: [layer := SynchronizedBatchNorm2d(3), copy.deepcopy(layer)], WITHOUT_NAMES),
-    (copied_by_one_process, ["stem", "head"]),
-    (unpickled_by_one_process, ["stem", "head"]),
-]
 
 
 def assert_all_are_told(layers: Sequence[nn.Module], names: Sequence[str]) -> list[str]:
@@ -71,9 +46,16 @@ def assert_all_are_told(layers: Sequence[nn.Module], names: Sequence[str]) -> li
 
 
 @each_process(2, 3)
-def test_processes_that_call_different_layers_after_a_right_call_are_told_which():
-    for make, names in PAIRS:
-        layers = make()
+def test_processes_that_call_different_layers_after_a_right_call_are_told_which(rank):
+    layers, copied = named_layers(), named_layers()
+    if rank == 0:  # which has copies as well, such as an average that it evaluates
+        [layer.eval()(torch.ones(2, 3, 4, 4)) for layer in copy.deepcopy(copied)]
+    for layers, names in (
+        (layers if rank != 1 else pickle.loads(pickle.dumps(layers)), ["stem", "head"]),
+        (copied, ["stem", "head"]),
+        (convert_model(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))), ["0", "1"]),
+        ([layer := SynchronizedBatchNorm2d(3), copy.deepcopy(layer)], [WITHOUT_NAME] * 2),
+    ):
         for layer in layers:
             layer(torch.randn(2, 3, 4, 4))
         one, other, *_ = [int(told.removeprefix("number ")) for told in assert_all_are_told(layers, names)]
@@ -89,7 +71,7 @@ def test_a_process_is_told_the_name_of_its_own_layer_only(rank, size):
     first, second, third = named_layers()[own], SynchronizedBatchNorm2d(3), SynchronizedBatchNorm2d(3)
     for layer in (first, second):  # No process notices that rank 1 begins with another layer.
         layer(torch.randn(2, 3, 4, 4))
-    names = [WITHOUT_NAMES[0], ["stem", "head"][own], WITHOUT_NAMES[0]]
+    names = [WITHOUT_NAME, ["stem", "head"][own], WITHOUT_NAME]
     one, other, *rest = assert_all_are_told([second, first, third], names)
     assert (int(one[7:]), rest) == (int(other[7:]) + 1, ["not yet numbered"] * (size - 2))
 
@@ -170,7 +152,7 @@ def test_a_layer_that_is_gone_in_some_processes_keeps_its_number(rank):
         for layer in layers:
             layer.reset_running_stats()
             assert_same_step(nn.BatchNorm2d(3).double(), layer, images())
-    assert_all_are_told([layers[0].float(), kept], WITHOUT_NAMES)  # Its number is free in one process only.
+    assert_all_are_told([layers[0].float(), kept], [WITHOUT_NAME] * 2)  # Its number is free in one process only.
 
 
 @each_process("gpus")
@@ -182,31 +164,3 @@ def test_on_gpus_nothing_is_compared(rank):
         with Collectives() as collectives:
             assert_same_step(plain, called.double(), images())
         assert collectives.found.count(GATHER) == 1
-
-
-# What `torch.distributed` does with vectors of different lengths, as the page of processes says.
-
-
-def call_a_layer_that_aborts_rank_0(rank: int, widths: Sequence[int], devices: Sequence[str]) -> None:
-    """Call a layer whose statistics do not fit into the memory that rank 0 has for them, or those of rank 0 itself."""
-    faulthandler.disable()
-    layer = SynchronizedBatchNorm2d(widths[rank], device=devices[rank])
-    with pytest.raises(RuntimeError, match="Connection") as caught:
-        [layer(torch.randn(2, widths[rank], 4, 4, device=devices[rank])) for _ in range(2)]  # One may get an answer.
-    assert caught.value.__notes__ == [f"Raised in the exchange of {WITHOUT_NAMES[0]} between processes."]
-
-
-def assert_rank_0_is_aborted(world: World, widths: Sequence[int], devices: Sequence[str]) -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"^rank 0 of 2 has ended with -6, [^\n]*\Z"):
-        world.run(call_a_layer_that_aborts_rank_0, widths=widths, devices=devices)
-
-
-@needs_fork
-def test_a_process_with_fewer_channels_is_aborted(capfd):
-    assert_rank_0_is_aborted(World(2), [3, 4], ["cpu", "cpu"])
-    assert "op.preamble.length <= op.nbytes" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("world", [pytest.param("gpus", marks=gpus)])
-def test_a_process_on_a_gpu_beside_one_on_the_cpu_is_aborted(world):
-    assert_rank_0_is_aborted(World(world), [3, 3], ["cuda", "cpu"])
