@@ -121,14 +121,8 @@ def test_accumulation_under_no_sync_equals_one_process():
 @each_process(2, 3)
 def test_a_process_that_has_no_batches_left_ends_the_others_with_the_error_of_ddp(rank):
     ddp = DistributedDataParallel(convert_model(residual()))
-
-    def train() -> None:
-        with ddp.join(throw_on_early_termination=True):
-            for _ in range(2 + rank):
-                ddp(torch.randn(4, 3, 4, 3)).mean().backward()
-
-    with pytest.raises(RuntimeError, match="exhausted"):
-        train()
+    with pytest.raises(RuntimeError, match="exhausted"), ddp.join(throw_on_early_termination=True):
+        [ddp(torch.randn(4, 3, 4, 3)).mean().backward() for _ in range(2 + rank)]
 
 
 # The compiler, and FSDP.

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -130,25 +130,19 @@ def test_torch_without_distributed_has_no_peers(monkeypatch):
 RUN = "import os, runpy, sys; runpy.run_path(sys.argv.pop(1), None, '__main__'); sys.stdout.flush(); os._exit(0)"
 
 
-def start(folder: Path, *arguments: str, program: Sequence[str]) -> subprocess.Popen[str]:
-    """Start `torchrun` with arguments, in a folder, for a program up to its last line."""
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments, "--no-python"]
+def torchrun(folder: Path, *command: str, nodes: int = 1) -> str:
+    """Run a program in a folder with `torchrun`, up to its last line, once for each node; return what it prints."""
+    *arguments, program, options = command
+    launcher = [sys.executable, "-m", "torch.distributed.run", *arguments, "--no-python"]
     env = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    program = [sys.executable, "-c", RUN, *program]
-    return subprocess.Popen([*command, *program], cwd=folder, env=env, text=True, **pipes)
+    popen = partial(subprocess.Popen, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    runs = [popen([*launcher, sys.executable, "-c", RUN, program, *options.split()]) for _ in range(nodes)]
+    outputs = [run.communicate(timeout=SECONDS) for run in runs]
+    assert [run.returncode for run in runs] == [0] * nodes, outputs
+    return outputs[0][0]
 
 
-def torchrun(processes: int, folder: Path, *program: str) -> str:
-    """Run a program in processes that torch starts, in a folder; return what they print."""
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    run = start(folder, *rendezvous, "--nproc-per-node", str(processes), program=program)
-    output, errors = run.communicate(timeout=SECONDS)
-    assert run.returncode == 0, errors
-    return output
-
-
-EXAMPLE = ["--epochs", "1", "--batch", "96"]
+EXAMPLE = "--epochs 1 --batch 96"
 
 
 @pytest.mark.slow
@@ -156,10 +150,11 @@ EXAMPLE = ["--epochs", "1", "--batch", "96"]
 def test_example_prints_the_same_digits_in_two_processes_as_in_one(monkeypatch, capsys, tmp_path):
     pytest.importorskip("sklearn")
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
-    importlib.import_module("train_digits_ddp").main(EXAMPLE)
+    importlib.import_module("train_digits_ddp").main(EXAMPLE.split())
     alone = capsys.readouterr().out
     assert re.search(r"^epoch 1: loss \d\.\d{10}, test accuracy 0\.\d{4}\nnorm of .*: \d+\.\d{8}\n$", alone)
-    text = torchrun(2, tmp_path, str(ROOT / "docs" / "examples" / "train_digits_ddp.py"), *EXAMPLE)
+    program = str(ROOT / "docs" / "examples" / "train_digits_ddp.py")
+    text = torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", program, EXAMPLE)
     assert text.endswith(alone)  # With torch 2.8, both processes tell first that they are connected.
     assert text.count("epoch 1:") == 1
 
@@ -172,7 +167,7 @@ def test_commands_of_the_page_save_the_same_weights_as_one_process(tmp_path):
     (program,) = [block.code for block in blocks if "def main" in block.code]
     (commands,) = [block.code.splitlines() for block in blocks if block.language == "bash"]
     (tmp_path / "train.py").write_text(program)
-    torchrun(1, tmp_path, "train.py")
+    torchrun(tmp_path, "--standalone", "train.py", "")
     expected = torch.load(tmp_path / "checkpoint.pt")
     assert expected["1.num_batches_tracked"] == 16
     with socket.socket() as free:
@@ -184,9 +179,7 @@ def test_commands_of_the_page_save_the_same_weights_as_one_process(tmp_path):
         assert (name, file) == ("torchrun", "train.py")
         nodes = int(arguments[1]) if arguments[0] == "--nnodes" else 1
         (tmp_path / "checkpoint.pt").unlink()
-        for run in [start(tmp_path, *arguments, program=[file]) for _ in range(nodes)]:
-            _, errors = run.communicate(timeout=SECONDS)
-            assert run.returncode == 0, errors
+        torchrun(tmp_path, *arguments, file, "", nodes=nodes)
         saved = torch.load(tmp_path / "checkpoint.pt")
         for key, value in expected.items():
             torch.testing.assert_close(saved[key], value, rtol=1e-4, atol=1e-5)

@@ -24,7 +24,6 @@ from worlds import GATHER, REDUCE, ROWS, WITHOUT_NAME, Collectives, assert_same_
 
 from sync_batchnorm import (
     DataParallelWithCallback,
-    SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     assert_matches_one_device,
     assert_synchronized,
@@ -198,27 +197,20 @@ def test_gradients_are_not_multiplied_by_a_weight_in_half_precision():
 # When processes communicate, and with whom.
 
 
-@each_process(2, 3)
-def test_a_layer_makes_one_collective_in_each_direction():
-    for net, layers, sums in ((nn.BatchNorm2d(3), 1, 0), (worlds.conv_net(), 2, 2), (worlds.residual(), 9, 9)):
+@each_process(2, 3, "gpus")
+def test_a_layer_makes_one_collective_in_each_direction_and_gathers_its_statistics():
+    header = 2 if worlds.DEVICE == "cpu" else 1  # the count, and on the CPU the number of the layer
+    nets = nn.BatchNorm2d(3), worlds.conv_net(), worlds.residual(), worlds.norm_conv(4096)
+    for net, channels in zip(nets, ([3], [4, 3], [3] * 9, [4096]), strict=True):
         _, model = twins(net)
-        input = cut(images()).requires_grad_(sums > 0)
+        needs_gradient = channels != [3]
+        input = cut(images()).requires_grad_(needs_gradient)
         with Collectives() as collectives:
             output = model(input)
-            assert collectives.found == [GATHER] * layers
+            assert collectives.found == [GATHER] * len(channels)
             output.backward(torch.randn_like(output))
-        assert collectives.found == [GATHER] * layers + [REDUCE] * sums
-
-
-@each_process(2, 3, "gpus")
-def test_a_gather_has_the_statistics_with_their_count_and_on_the_cpu_a_number():
-    for channels in (1, 2048, 2049, 4096):
-        length = (2 if worlds.DEVICE == "cpu" else 1) + 2 * channels
-        layer = SynchronizedBatchNorm1d(channels, device=worlds.DEVICE)
-        for _ in range(2):
-            with Collectives() as collectives:
-                layer(torch.randn(2, channels, device=worlds.DEVICE))
-            assert (collectives.found, collectives.lengths) == ([GATHER], [length])
+        assert collectives.found == [GATHER] * len(channels) + [REDUCE] * len(channels) * needs_gradient
+        assert collectives.lengths == [header + 2 * n for n in channels]
 
 
 @each_process(2, 3)

@@ -24,7 +24,7 @@ from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -38,9 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import convert_model
 
-Kind = Literal[2, 3, "gpus"]  # how many processes; or two with a simulated GPU each
-
-SECONDS = 150  # for a test, less than pytest waits; a collective that nobody joins ends earlier, with its own timeout
+SECONDS = 600  # for a test, less than pytest waits; a collective that nobody joins ends earlier, with its own timeout
 PATH = os.pathsep.join([*(str(ROOT / folder) for folder in ("", "tests", "tests/processes")), *sys.path])
 SERVE_ON_GPU = "import simulated_gpus; simulated_gpus.simulate(1); import worlds; worlds.serve_on_gpu()"
 
@@ -55,7 +53,8 @@ GATHERS = [name for name in ("all_gather_single", "all_gather_into_tensor") if h
 
 
 class World:
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Any) -> None:
+        """Prepare a world of `kind` processes, or of two with a simulated GPU each if it is "gpus"."""
         self.size, self.on_gpus = (2, True) if kind == "gpus" else (kind, False)
         self.processes: list[tuple[int, Connection]] = []
         self.store = tempfile.mktemp(prefix="world")
@@ -157,19 +156,20 @@ def on_the_host(collective: Callable[..., object]) -> Callable[..., object]:
 
 # Worlds for tests.
 
-gpus = [pytest.mark.cuda, pytest.mark.simulated, pytest.mark.slow]
-MARKS: dict[Kind, Any] = {2: pytest.mark.smoke, 3: pytest.mark.slow, "gpus": gpus}
+MARKS = {2: [pytest.mark.smoke], 3: [pytest.mark.slow]}
+MARKS["gpus"] = [pytest.mark.cuda, pytest.mark.simulated, pytest.mark.slow]
 world_of = functools.cache(World)  # for each kind, once; its processes end with the one that runs the tests
 
 
-def each_process(*kinds: Kind) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each_process(*kinds: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test in each process of worlds, which may ask for its `rank` and the `size` of its world."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @needs_fork
+        @pytest.mark.timeout(900)
         @pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS[kind]) for kind in kinds])
         @functools.wraps(test)
-        def run(kind: Kind) -> None:
+        def run(kind: Any) -> None:
             world_of(kind).run(test)
 
         run.__signature__ = inspect.signature(lambda kind: None)  # what pytest has to give it
