@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
-from forks import forked, needs_fork
+from forks import fork, forked, needs_fork
 from helpers import assert_equal, assert_same_step, in_threads, twins
 from repository import ROOT, blocks_of
 from torch import nn
@@ -35,6 +36,8 @@ SECONDS = 600.0  # in which a program must have ended
 
 def call_while_rank_1(how: str, rank: int) -> None:
     if rank == 1:
+        if how == "dies":
+            fork(lambda: time.sleep(2), os.dup(2))  # which lives longer
         {"raises": lambda: 1 / 0, "dies": lambda: os._exit(3), "hangs": threading.Event().wait}[how]()
     with pytest.raises(RuntimeError, match="Connection") as caught:
         SynchronizedBatchNorm2d(3)(torch.randn(2, 3, 4, 4))

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import convert_model
 
-SECONDS = 600  # for a test, less than pytest waits; a collective that nobody joins ends earlier, with its own timeout
+SECONDS = 300  # for a test, less than pytest waits; a collective that nobody joins ends earlier, with its own timeout
 PATH = os.pathsep.join([*(str(ROOT / folder) for folder in ("", "tests", "tests/processes")), *sys.path])
 SERVE_ON_GPU = "import simulated_gpus; simulated_gpus.simulate(1); import worlds; worlds.serve_on_gpu()"
 
@@ -92,11 +92,13 @@ class World:
 
     def end_of_test(self, process: int, connection: Connection) -> str:
         """Wait until a process has run the test, or has ended; return how it failed, or nothing."""
-        try:
-            return connection.recv()
-        except (EOFError, ConnectionError):
-            _, status = os.waitpid(process, 0)
-            return f"has ended with {os.waitstatus_to_exitcode(status)}, see what it has written to stderr"
+        while True:
+            ended, status = os.waitpid(process, os.WNOHANG)  # A child of its own may keep the connection open.
+            with suppress(EOFError, ConnectionError):
+                if connection.poll(0 if ended else 0.1):
+                    return connection.recv()
+            if ended:
+                return f"has ended with {os.waitstatus_to_exitcode(status)}, see what it has written to stderr"
 
     def stop(self) -> None:
         for process, connection in self.processes:
@@ -166,7 +168,7 @@ def each_process(*kinds: Any) -> Callable[[Callable[..., None]], Callable[..., N
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @needs_fork
-        @pytest.mark.timeout(900)
+        @pytest.mark.timeout(600)
         @pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS[kind]) for kind in kinds])
         @functools.wraps(test)
         def run(kind: Any) -> None:
