@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CUDA_COUNT
+from conftest import CUDA_COUNT, slow
 from helpers import as_devices, assert_equal, assert_same_state, classes, doubles, twins
 from repository import ROOT, blocks_of
 from torch import Tensor, nn
@@ -88,6 +88,7 @@ def _no_monitor_of_progress_bars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 several_gpus = [pytest.mark.cuda, pytest.mark.skipif(CUDA_COUNT < 2, reason="needs several GPUs")]
+QUIET = {"report_to": "none", "disable_tqdm": True}
 WHERE = [True, pytest.param(False, marks=several_gpus)]  # whether replicas are on the CPU, or on all GPUs
 
 
@@ -98,23 +99,15 @@ def trained_by(trainer: type, recipe: types.ModuleType, folder: Path, use_cpu: b
     torch.manual_seed(0)
     model = recipe.ResNetForImageClassification(recipe.config).double()
     devices = 1 if use_cpu else torch.cuda.device_count()
-    arguments = recipe.TrainingArguments(
-        str(folder),
-        use_cpu=use_cpu,
-        per_device_train_batch_size=12 // devices,
-        num_train_epochs=2,
-        learning_rate=0.01,
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    options_of_training = {"per_device_train_batch_size": 12 // devices, "num_train_epochs": 2, "learning_rate": 0.01}
+    options_of_training |= {"eval_strategy": "epoch", "save_strategy": "epoch", **QUIET}
+    arguments = recipe.TrainingArguments(str(folder), use_cpu=use_cpu, **options_of_training)
     built = trainer(model, arguments, train_dataset=data, eval_dataset=data[:7])
     built.train(**options)
     return built
 
 
-def losses_of_evaluations(trainer: Any) -> torch.Tensor:
+def losses_of_evaluations(trainer: Any) -> Tensor:
     return torch.tensor([entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]).double()
 
 
@@ -132,9 +125,8 @@ def test_a_trainer_trains_and_resumes_to_the_numbers_of_one_device(recipe, use_c
     assert_equal(losses_of_evaluations(ours), losses_of_evaluations(plain))
     first, last = sorted((tmp_path / "ours").iterdir(), key=lambda folder: int(folder.name.partition("-")[2]))
     assert_same_state(recipe.ResNetForImageClassification.from_pretrained(last, dtype=torch.float64), plain.model)
-    resumed = trained_by(
-        recipe.SynchronizedTrainer, recipe, tmp_path / "resumed", use_cpu, resume_from_checkpoint=str(first)
-    )
+    again = {"resume_from_checkpoint": str(first)}
+    resumed = trained_by(recipe.SynchronizedTrainer, recipe, tmp_path / "resumed", use_cpu, **again)
     assert resumed.state.global_step == plain.state.global_step == 6
     assert_same_state(resumed.model, plain.model)
 
@@ -143,7 +135,7 @@ def test_a_trainer_trains_and_resumes_to_the_numbers_of_one_device(recipe, use_c
 @pytest.mark.parametrize("recipe", ["transformers"], indirect=True)
 @pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0, but all input tensors were:UserWarning")
 def test_bf16_of_a_trainer_takes_effect_in_compute_loss(recipe, use_cpu, tmp_path):
-    arguments = recipe.TrainingArguments(str(tmp_path), use_cpu=use_cpu, bf16=True, report_to="none", disable_tqdm=True)
+    arguments = recipe.TrainingArguments(str(tmp_path), use_cpu=use_cpu, bf16=True, **QUIET)
     trainer = recipe.SynchronizedTrainer(recipe.model, arguments, train_dataset=recipe.data)
     trainer.train()
     batch = next(iter(trainer.get_train_dataloader()))
@@ -393,13 +385,10 @@ def test_timm_trains_freezes_and_averages_as_on_one_device(recipe, devices):
 
 @pytest.mark.parametrize("recipe", ["monai"], indirect=True)
 def test_monai_trains_with_its_tensors_as_on_one_device(recipe, devices):
-    items = [  # two batches
-        {
-            "image": recipe.MetaTensor(doubles(1, 32, 32), meta={"filename_or_obj": f"image {i}"}),
-            "label": recipe.MetaTensor(doubles(1, 32, 32).gt(0).double()),
-        }
-        for i in range(7)
-    ]
+    items = []
+    for i in range(7):  # two batches
+        image = recipe.MetaTensor(doubles(1, 32, 32), meta={"filename_or_obj": f"image {i}"})
+        items.append({"image": image, "label": recipe.MetaTensor(doubles(1, 32, 32).gt(0).double())})
     options = {"channels": (4, 8, 16), "strides": (2, 2), "num_res_units": 1, "norm": "batch"}
     plain, parallel = twins(recipe.UNet(2, in_channels=1, out_channels=1, **options).double(), devices)
     with warnings.catch_warnings():
@@ -415,11 +404,7 @@ def test_monai_trains_with_its_tensors_as_on_one_device(recipe, devices):
     assert_same_state(parallel, plain)
 
 
-ENCODERS = [
-    "mobilenet_v2",
-    "tu-mobilenetv3_small_050",
-    *[pytest.param(n, marks=pytest.mark.slow) for n in ("resnet18", "timm-efficientnet-b0", "tu-regnety_002")],
-]
+ENCODERS = ["mobilenet_v2", "tu-mobilenetv3_small_050", *slow("resnet18", "timm-efficientnet-b0", "tu-regnety_002")]
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -475,10 +460,8 @@ def test_ultralytics_sets_what_layers_do_by_their_class(recipe):
 @pytest.mark.parametrize("recipe", ["pytorch_metric_learning"], indirect=True)
 def test_embeddings_train_as_on_one_device(recipe, devices):
     plain, parallel = twins(recipe.make_trunk().double(), devices)
-    batches = [
-        (doubles(rows, 1, 8, 8, devices=devices), torch.arange(rows, device=as_devices(devices)[0]) % 3)
-        for rows in (8, 8, 5)
-    ]
+    first = as_devices(devices)[0]
+    batches = [(doubles(n, 1, 8, 8, devices=devices), torch.arange(n, device=first) % 3) for n in (8, 8, 5)]
     for trunk in (plain, parallel):
         recipe.train(trunk, batches)
     assert_same_state(parallel, plain)
@@ -509,20 +492,13 @@ trained = train(net, TensorDataset(images, labels), 8{})
 torch.save((untrained, images, labels, trained.state_dict()), os.environ.get("LOCAL_RANK", "0"))
 """
 TORCHRUN = "torchrun --nproc-per-node 2"
+STARTED = [("accelerate", TORCHRUN), ("fabric", "python"), ("lightning", "python"), ("lightning", TORCHRUN)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("package", "name", "command"),
-    [
-        ("accelerate", "accelerate", TORCHRUN),
-        ("lightning", "fabric", "python"),
-        ("lightning", "lightning", "python"),
-        ("lightning", "lightning", TORCHRUN),
-    ],
-)
-def test_the_command_of_a_recipe_starts_two_processes_that_are_one_device(package, name, command, tmp_path):
-    pytest.importorskip(package)
+@pytest.mark.parametrize(("name", "command"), STARTED)
+def test_the_command_of_a_recipe_starts_two_processes_that_are_one_device(name, command, tmp_path):
+    pytest.importorskip("accelerate" if name == "accelerate" else "lightning")
     code = code_of(name)
     assert re.search(rf"[` ]{command}[` ]", code)
     code += AFTER.format("" if name == "accelerate" else ", processes=2")
@@ -565,9 +541,7 @@ def test_a_plain_trainer_in_two_processes_trains_to_the_numbers_of_one(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
-)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("recipe", ["torch"], indirect=True)
 def test_counters_and_exports_take_the_module_of_a_wrapper(recipe):
     plain = revert_model(copy.deepcopy(recipe.net))
@@ -605,11 +579,10 @@ def test_a_summary_takes_the_module_of_a_wrapper(recipe):
 def test_counters_that_look_up_classes_take_a_reverted_copy(recipe):
     thop, ptflops = pytest.importorskip("thop"), pytest.importorskip("ptflops")
     image = recipe.batch[:1]
+    options = {"print_per_layer_stat": False, "as_strings": False, "backend": "pytorch"}
     counters = [
         lambda net: thop.profile(net, (image,), verbose=False)[0],
-        lambda net: ptflops.get_model_complexity_info(
-            net, (3, 8, 8), print_per_layer_stat=False, as_strings=False, backend="pytorch"
-        )[0],
+        lambda net: ptflops.get_model_complexity_info(net, (3, 8, 8), **options)[0],
     ]
     for count in counters:
         converted, reverted = copy.deepcopy(recipe.net), revert_model(copy.deepcopy(recipe.net))
@@ -653,7 +626,6 @@ def test_opacus_finds_no_fault_with_converted_layers_until_it_trains(recipe):
         assert any(isinstance(m, SynchronizedBatchNorm2d) for m in ModuleValidator.fix(net).modules())
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(recipe.batch))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
         with pytest.raises(NotImplementedError, match="SynchronizedBatchNorm2d"):
-            PrivacyEngine().make_private(
-                module=net, optimizer=optimizer, data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0
-            )
+            PrivacyEngine().make_private(module=net, optimizer=optimizer, data_loader=data, **options)

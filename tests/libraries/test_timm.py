@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from conftest import slow
 from helpers import assert_converts_and_reverts, assert_same_state, classes, skip_module_without
 from torch import nn
 
@@ -26,7 +27,7 @@ skip_module_without("timm")  # Some Python has no wheel of what it needs.
 
 pytestmark = pytest.mark.timeout(900)
 NAME = "mobilenetv3_small_050"
-QUICK = {"efficientnet_b0", "regnety_002", "mobilenetv3_small_050", "cspresnet50"}
+QUICK = ["efficientnet_b0", "regnety_002", "mobilenetv3_small_050", "cspresnet50"]
 
 
 @pytest.fixture
@@ -36,14 +37,12 @@ def net() -> nn.Module:
     return timm.create_model(NAME, num_classes=3)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in zoo.TIMM]
-)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in zoo.TIMM if name not in QUICK))])
 def test_every_batch_norm_of_a_family_converts_and_reverts_to_what_it_was(name):
     assert_converts_and_reverts(zoo.build_timm(name), name)
 
 
-@pytest.mark.parametrize("name", [NAME, pytest.param("regnety_002", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [NAME, *slow("regnety_002")])
 def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(name):
     largest = zoo.train_both(*zoo.small_timm(name))
     assert max(largest.values()) < 1e-8, largest  # see `TOLERANCE` in test_torchvision.py

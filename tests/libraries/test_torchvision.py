@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import slow
 from helpers import assert_converts_and_reverts, assert_same_results, twins
 
 from sync_batchnorm import assert_matches_one_device, convert_model
 
 zoo = pytest.importorskip("zoo")  # which needs torchvision
 
+pytestmark = pytest.mark.timeout(900)
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (["inception_v3", "mobilenet_v3_small", "quantized_resnet18", "r3d_18"], 4),
-        pytest.param(None, 81, id="all", marks=pytest.mark.slow),
-    ],
-)
-def test_every_model_converts_and_reverts_to_what_it_was(names, expected):
+
+SOME = ["inception_v3", "mobilenet_v3_small", "quantized_resnet18", "r3d_18"]
+
+
+@pytest.mark.parametrize("names", [SOME, *slow(None)], ids=["some", "all"])
+def test_every_model_converts_and_reverts_to_what_it_was(names):
     converted = 0
     for name, model in zoo.models_with_batch_norm(names):
         for flag, layer in enumerate(zoo.batch_norms(model)):
@@ -27,7 +26,7 @@ def test_every_model_converts_and_reverts_to_what_it_was(names, expected):
         layer.register_forward_hook(lambda *_: None)
         assert_converts_and_reverts(model, name)
         converted += 1
-    assert converted >= expected
+    assert converted >= (4 if names else 81)
 
 
 # What rounding makes of deep nets on five tiny images; the numbers are in docs/benchmarks/conversion. Replicas that do
@@ -41,15 +40,13 @@ TRAINED = ["mobilenet_v3_small", "resnet18", "densenet121", "shufflenet_v2_x0_5"
 TRAINED += ["deeplabv3_mobilenet_v3_large"]
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", [TRAINED[0], *(pytest.param(n, marks=pytest.mark.slow) for n in TRAINED[1:])])
+@pytest.mark.parametrize("family", [TRAINED[0], *slow(*TRAINED[1:])])
 def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(family):
     largest = zoo.train_both(*zoo.FAMILIES[family]())
     assert max(largest.values()) < TOLERANCE, largest
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", TRAINED[3:5])
 def test_a_family_matches_one_device(family):
     model, input = zoo.FAMILIES[family]()

@@ -1,12 +1,8 @@
-"""Processes compute what one process computes on the whole batch; what they exchange, and how that fails.
-
-The checks themselves are in `distributed_worker.py`. Each world of processes is started once, and runs all of them.
-"""
+"""Worlds of processes, of one process and of threads; and programs that `torchrun` starts."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import os
 import re
@@ -15,89 +11,55 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_worker import CHECKS, SLOW, run_world
-from forks import forked, needs_fork
-from helpers import assert_equal, assert_same_step, twins
+import worlds
+from conftest import slow
+from forks import fork, forked, needs_fork
+from helpers import assert_equal, assert_same_step, in_threads, twins
 from repository import ROOT, blocks_of
 from torch import nn
+from worlds import GATHERS, PATH
 
 from sync_batchnorm import SynchronizedBatchNorm2d, convert_model
 
-SECONDS = 600.0  # in which a world must have ended; a collective that nobody joins ends earlier, with its own timeout
-GATHERS = [name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)]  # one in torch 2.8
-PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+SECONDS = 600.0  # in which a program must have ended
 
 
-@functools.cache
-def world_of(size: int, base: Path) -> tuple[Path, str]:
-    """Run all checks in a world, once for all processes that run tests; return its folder, and what it has printed."""
-    import fcntl
-
-    folder = base / f"world_of_{size}"
-    folder.mkdir(exist_ok=True)
-    with (folder / "printed").open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_size == 0:  # nobody was here before the lock was free
-            file.write(run_world(size, folder, [name for name in CHECKS if size > 2 or name not in SLOW]) or "nothing")
-        file.seek(0)
-        return folder, file.read()
+# What happens when a rank fails, to the others and in the tests.
 
 
-CASES = [pytest.param(2, name, marks=pytest.mark.smoke) for name in CHECKS if name not in SLOW]
-CASES += [pytest.param(3, name, marks=pytest.mark.slow) for name in CHECKS]
+def call_while_rank_1(how: str, rank: int) -> None:
+    if rank == 1:
+        if how == "dies":
+            fork(lambda: time.sleep(0.3), os.dup(2))  # which lives longer
+        {"raises": lambda: 1 / 0, "dies": lambda: os._exit(3), "hangs": threading.Event().wait}[how]()
+    with pytest.raises(RuntimeError, match="Connection") as caught:
+        SynchronizedBatchNorm2d(3)(torch.randn(2, 3, 4, 4))
+    assert caught.value.__notes__ == [f"Raised in the exchange of {worlds.WITHOUT_NAME} between processes."]
+
+
+ENDS = {"raises": r"fails:\n.*ZeroDivisionError.*", "dies": r"has ended with 3, [^\n]*", "hangs": r"has ended with -.*"}
 
 
 @needs_fork
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("size", "name"), CASES)
-def test_check_holds_in_a_world_of_processes(size, name, tmp_path_factory):
-    base = tmp_path_factory.getbasetemp()  # with xdist, in a folder of all its processes
-    folder, printed = world_of(size, base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
-    assert all((folder / f"{name}.{rank}").exists() for rank in range(size)), printed
+@pytest.mark.parametrize("how", ["dies", *slow("raises", "hangs")])
+def test_a_rank_that_fails_ends_the_others_with_an_error_and_is_named(how, monkeypatch):
+    monkeypatch.setattr(worlds, "SECONDS", 1 if how == "hangs" else 100)
+    world = worlds.World(2)
+    with pytest.raises(pytest.fail.Exception, match=rf"(?s)^{'.*' * (how == 'hangs')}rank 1 of 2 {ENDS[how]}\Z"):
+        world.run(call_while_rank_1, how=how)
+    world.run(dist.barrier)  # in new processes
+    world.stop()
 
 
-def on_simulated_gpus(folder: Path, *names: str) -> str:
-    """Run checks in a world of two that has simulated GPUs; return what it has printed."""
-    command = [sys.executable, str(Path(__file__).with_name("distributed_worker.py")), folder, *names]
-    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": PATH}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout.strip()
-
-
-@pytest.mark.cuda
-@pytest.mark.simulated
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_checks_hold_on_simulated_gpus(tmp_path):
-    assert on_simulated_gpus(tmp_path) == ""
-
-
-# What `torch.distributed` does with vectors of different lengths, as the page of processes says.
-def assert_rank_0_is_aborted(printed: str, folder: Path, name: str) -> None:
-    assert re.search(r"rank 0 of 2, which ended with (6|134):", printed), printed
-    assert (folder / f"{name}.1").exists(), printed
-
-
-@needs_fork
-def test_process_with_fewer_channels_is_aborted(tmp_path, capfd):
-    name = "processes_with_layers_of_other_widths_end"
-    assert_rank_0_is_aborted(run_world(2, tmp_path, [name]), tmp_path, name)
-    assert "op.preamble.length <= op.nbytes" in capfd.readouterr().err
-
-
-@pytest.mark.cuda
-@pytest.mark.simulated
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_process_on_a_gpu_beside_one_on_the_cpu_is_aborted(tmp_path):
-    name = "a_process_on_a_gpu_beside_one_on_the_cpu_ends"
-    assert_rank_0_is_aborted(on_simulated_gpus(tmp_path, name), tmp_path, name)
+# A world of one, ranks in threads, and a torch without any.
 
 
 @pytest.fixture
@@ -151,12 +113,7 @@ def train_ranks_in_threads() -> None:
             outputs[rank] = models[rank](batch[3 * rank :][:3])
             outputs[rank].square().mean().backward()
 
-    threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    in_threads(partial(train, 0), partial(train, 1))
     assert_equal(torch.cat([outputs[0], outputs[1]]), plain(batch))
 
 
@@ -177,25 +134,19 @@ def test_torch_without_distributed_has_no_peers(monkeypatch):
 RUN = "import os, runpy, sys; runpy.run_path(sys.argv.pop(1), None, '__main__'); sys.stdout.flush(); os._exit(0)"
 
 
-def start(folder: Path, *arguments: str, program: Sequence[str]) -> subprocess.Popen[str]:
-    """Start `torchrun` with arguments, in a folder, for a program up to its last line."""
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments, "--no-python"]
+def torchrun(folder: Path, *command: str, nodes: int = 1) -> str:
+    """Run a program in a folder with `torchrun`, up to its last line, once for each node; return what it prints."""
+    *arguments, program, options = command
+    launcher = [sys.executable, "-m", "torch.distributed.run", *arguments, "--no-python"]
     env = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    program = [sys.executable, "-c", RUN, *program]
-    return subprocess.Popen([*command, *program], cwd=folder, env=env, text=True, **pipes)
+    popen = partial(subprocess.Popen, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    runs = [popen([*launcher, sys.executable, "-c", RUN, program, *options.split()]) for _ in range(nodes)]
+    outputs = [run.communicate(timeout=SECONDS) for run in runs]
+    assert [run.returncode for run in runs] == [0] * nodes, outputs
+    return outputs[0][0]
 
 
-def torchrun(processes: int, folder: Path, *program: str) -> str:
-    """Run a program in processes that torch starts, in a folder; return what they print."""
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    run = start(folder, *rendezvous, "--nproc-per-node", str(processes), program=program)
-    output, errors = run.communicate(timeout=SECONDS)
-    assert run.returncode == 0, errors
-    return output
-
-
-EXAMPLE = ["--epochs", "1", "--batch", "96"]
+EXAMPLE = "--epochs 1 --batch 96"
 
 
 @pytest.mark.slow
@@ -203,10 +154,11 @@ EXAMPLE = ["--epochs", "1", "--batch", "96"]
 def test_example_prints_the_same_digits_in_two_processes_as_in_one(monkeypatch, capsys, tmp_path):
     pytest.importorskip("sklearn")
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
-    importlib.import_module("train_digits_ddp").main(EXAMPLE)
+    importlib.import_module("train_digits_ddp").main(EXAMPLE.split())
     alone = capsys.readouterr().out
     assert re.search(r"^epoch 1: loss \d\.\d{10}, test accuracy 0\.\d{4}\nnorm of .*: \d+\.\d{8}\n$", alone)
-    text = torchrun(2, tmp_path, str(ROOT / "docs" / "examples" / "train_digits_ddp.py"), *EXAMPLE)
+    program = str(ROOT / "docs" / "examples" / "train_digits_ddp.py")
+    text = torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", program, EXAMPLE)
     assert text.endswith(alone)  # With torch 2.8, both processes tell first that they are connected.
     assert text.count("epoch 1:") == 1
 
@@ -219,7 +171,7 @@ def test_commands_of_the_page_save_the_same_weights_as_one_process(tmp_path):
     (program,) = [block.code for block in blocks if "def main" in block.code]
     (commands,) = [block.code.splitlines() for block in blocks if block.language == "bash"]
     (tmp_path / "train.py").write_text(program)
-    torchrun(1, tmp_path, "train.py")
+    torchrun(tmp_path, "--standalone", "train.py", "")
     expected = torch.load(tmp_path / "checkpoint.pt")
     assert expected["1.num_batches_tracked"] == 16
     with socket.socket() as free:
@@ -231,9 +183,7 @@ def test_commands_of_the_page_save_the_same_weights_as_one_process(tmp_path):
         assert (name, file) == ("torchrun", "train.py")
         nodes = int(arguments[1]) if arguments[0] == "--nnodes" else 1
         (tmp_path / "checkpoint.pt").unlink()
-        for run in [start(tmp_path, *arguments, program=[file]) for _ in range(nodes)]:
-            _, errors = run.communicate(timeout=SECONDS)
-            assert run.returncode == 0, errors
+        torchrun(tmp_path, *arguments, file, "", nodes=nodes)
         saved = torch.load(tmp_path / "checkpoint.pt")
         for key, value in expected.items():
             torch.testing.assert_close(saved[key], value, rtol=1e-4, atol=1e-5)
