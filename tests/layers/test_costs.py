@@ -1,15 +1,11 @@
-"""What a layer costs, counted: bytes that it saves and allocates, exchanges, and the tensors that replicas send."""
+"""What a layer costs, counted: the bytes that it saves, and the tensors of the size of an input that it allocates."""
 
 import pytest
 import torch
 from conftest import every_kernel, slow
-from helpers import FORMATS, Net, as_devices, run_parts, saved_bytes, twins
+from helpers import FORMATS, Net, Operators, as_devices, run_parts, saved_bytes, twins
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from sync_batchnorm.backends import BACKENDS, cpu
-from sync_batchnorm.meeting import Coordinator
 
 
 @pytest.mark.smoke
@@ -24,36 +20,20 @@ def test_layer_saves_no_more_bytes_than_that_of_torch(shape, kind):
     assert input <= saved_bytes(parallel(data)) <= expected
 
 
-@pytest.mark.parametrize("asked", [0, 1, 2])
-def test_only_inputs_that_are_asked_for_get_a_gradient(devices, asked, monkeypatch):
-    _, parallel = twins(nn.BatchNorm1d(3), devices)
-    parts = [torch.randn(4, 3, device=device, requires_grad=True) for device in as_devices(devices)]
-    inner = [part * 1 for part in parts]
-    outputs = run_parts(parallel, inner)
-    backend = BACKENDS[parts[0].device.type]
-    results, gradients = [], backend.gradients
-    monkeypatch.setattr(backend, "gradients", lambda *args: results.extend(gradients(*args)) or results)
-    wanted = [parallel.module.weight, *parts[:asked]]
-    torch.autograd.grad(outputs, wanted, [torch.randn_like(output) for output in outputs])
-    assert [grad_input is not None for grad_input, *_ in results].count(True) == asked
-
-
-class Allocations(TorchDispatchMode):
-    """Notes the memory of the size of `input`, or more, that operators take; holds it, so that none is taken twice."""
+class Allocations(Operators):
+    """Counts the tensors as large as `input`, or larger; holds their memory, so that none is taken twice."""
 
     def __init__(self, input):
-        super().__init__()
-        self.input, self.taken = input, {}
+        super().__init__(self.note)
+        self.size, self.taken = input.numel(), {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
+    def note(self, operator, args, result):
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.numel() >= self.input.numel():
+            if isinstance(tensor, torch.Tensor) and tensor.numel() >= self.size:
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in given:
-                    self.taken[storage.data_ptr()] = (func, storage)
-        return result
+                    self.taken[storage.data_ptr()] = storage
 
 
 def allocating(net, input):
@@ -63,18 +43,23 @@ def allocating(net, input):
     return output
 
 
+def counted(data):
+    """Return two parts of `data`, their outputs, and how many tensors of the size of a part were allocated."""
+    _, parallel = twins(Net(allocating, bn=nn.BatchNorm2d(data.shape[1]), counts=[]), ["cpu"] * 2)
+    parts = [part.requires_grad_() for part in data.chunk(2)]
+    return parts, run_parts(parallel, parts), sum(parallel.module.counts)
+
+
 STATISTICS = [("fast", torch.float32), ("fast", torch.bfloat16), ("exact", torch.float32)]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(("kernel", "dtype"), STATISTICS, indirect=["kernel"])
 def test_large_inputs_take_no_memory_but_that_of_output_and_gradient(kernel, kind, dtype):
-    _, parallel = twins(Net(allocating, bn=nn.BatchNorm2d(8), counts=[]), ["cpu"] * 2)
     data = torch.randn(4, 8, 150, 150, dtype=dtype).contiguous(memory_format=FORMATS[kind])
-    parts = [part.requires_grad_() for part in data.chunk(2)]
-    outputs = run_parts(parallel, parts)
+    parts, outputs, taken = counted(data)
     # The outputs, some of which replica 0 allocates for all; with the inputs minus their means.
-    assert sum(parallel.module.counts) == (4 if kernel == "exact" else 2)
+    assert taken == (4 if kernel == "exact" else 2)
     grads = [torch.randn_like(output) for output in outputs]
     with Allocations(parts[0]) as backward:
         torch.autograd.backward(outputs, grads)
@@ -82,24 +67,30 @@ def test_large_inputs_take_no_memory_but_that_of_output_and_gradient(kernel, kin
     assert len(backward.taken) == (2 if dtype == torch.float32 else 8)
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-@every_kernel
-def test_each_call_of_a_layer_is_one_exchange(replicas, monkeypatch):
-    _, parallel = twins(nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4)), ["cpu"] * replicas)
-    send, layers = Coordinator.send, []
-
-    def note_and_send(coordinator, rendezvous, *args):
-        layers.append(rendezvous.name)
-        return send(coordinator, rendezvous, *args)
-
-    monkeypatch.setattr(Coordinator, "send", note_and_send)
-    output = parallel(torch.randn(6, 4, 5, 5, requires_grad=True))
-    output.backward(torch.randn_like(output))
-    assert sorted(layers) == ["0"] * replicas + ["1"] * replicas
+def with_ratio(ratio):
+    """Return samples with a mean of one, whose square is `ratio` times the variance plus eps."""
+    deviation = (1 / ratio - 1e-5) ** 0.5
+    return 1 + deviation * torch.tensor([1.0, -1.0]).repeat(8, 4, 120, 60)
 
 
-def test_parts_of_small_deviation_do_not_ask_for_exact_statistics(monkeypatch):
-    _, parallel = twins(nn.BatchNorm2d(4), ["cpu"] * 2)
-    data = torch.randn(8, 4, 1, 1).expand(8, 4, 120, 120).contiguous()  # Each sample is constant.
-    monkeypatch.setattr(cpu, "exact_moments", None)
-    parallel(data)
+@pytest.mark.parametrize(
+    ("data", "is_fast"),
+    [
+        pytest.param(with_ratio(250), True, id="ratio of 250"),
+        pytest.param(with_ratio(260), False, id="ratio of 260"),
+        pytest.param(torch.randn(8, 4, 1, 1).expand(8, 4, 120, 120).contiguous(), True, id="constant samples"),
+    ],
+)
+def test_exact_statistics_are_computed_only_beyond_the_ratio_that_was_measured(data, is_fast):
+    assert counted(data)[2] == (2 if is_fast else 4)
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_only_inputs_that_are_asked_for_get_a_gradient(devices, asked):
+    _, parallel = twins(nn.BatchNorm1d(3), devices)
+    parts = [torch.randn(40, 3, device=device, requires_grad=True) for device in as_devices(devices)]
+    outputs = run_parts(parallel, [part * 1 for part in parts])
+    wanted, grads = [parallel.module.weight, *parts[:asked]], [torch.randn_like(output) for output in outputs]
+    with Allocations(parts[0]) as backward:
+        torch.autograd.grad(outputs, wanted, grads)
+    assert len(backward.taken) == 2 * asked  # that of the layer, and that of the product
