@@ -1,15 +1,12 @@
 """A run that is resumed from its state dicts computes, bit for bit, what the uninterrupted one does."""
 
-import copy
 import io
 
 import pytest
 import torch
 from conftest import first_in_smoke, slow, usual_kernels
-from helpers import FORMATS, randomize
+from helpers import FORMATS, twins
 from torch import nn
-
-from sync_batchnorm import DataParallelWithCallback, convert_model
 
 UNUSUAL = {
     "usual": 1.0,
@@ -37,15 +34,12 @@ def step(parallel, optimizer, batch, grad):
 @pytest.mark.parametrize("kind", ["contiguous", *slow("channels_last")])
 @pytest.mark.parametrize("unusual", first_in_smoke(UNUSUAL))
 def test_run_that_is_resumed_after_an_unusual_batch_is_the_uninterrupted_one(unusual, kind):
-    model = randomize(nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()))
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
     pairs = [(torch.randn(5, 4, 9, 9) + 0.5, torch.randn(5, 6, 7, 7)) for _ in range(4)]
     pairs[1] = (pairs[1][0] * UNUSUAL[unusual], pairs[1][1])
     pairs = [[tensor.contiguous(memory_format=FORMATS[kind]) for tensor in pair] for pair in pairs]
-    runs, file = [], io.BytesIO()
-    for _ in range(2):
-        copied = convert_model(copy.deepcopy(model).to(memory_format=FORMATS[kind]))
-        parallel = DataParallelWithCallback(copied, ["cpu"] * 2, timeout=5.0)
-        runs.append((parallel, torch.optim.SGD(parallel.parameters(), 0.1, momentum=0.9)))
+    parallels, file = [twins(model.to(memory_format=FORMATS[kind]), ["cpu"] * 2)[1] for _ in range(2)], io.BytesIO()
+    runs = [(parallel, torch.optim.SGD(parallel.parameters(), 0.1, momentum=0.9)) for parallel in parallels]
     for pair in pairs[:2]:
         step(*runs[0], *pair)
     torch.save([part.state_dict() for part in runs[0]], file)

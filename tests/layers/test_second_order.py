@@ -39,13 +39,12 @@ def test_gradgradcheck_passes(devices, options, rows, training):
     _, parallel = twins(nn.BatchNorm1d(2, **options).double(), devices)
     parallel.train(training)
     inputs = [doubles(rows, 2, devices=devices).requires_grad_(), *parallel.module.parameters()]
+    step = lambda input, *_: parallel(input)  # noqa: E731
     batched = not are_distinct_gpus(devices)  # where torch's scatter and gather copy into slices, for which it has none
-    assert torch.autograd.gradcheck(lambda input, *_: parallel(input), inputs, check_batched_grad=batched)
+    assert torch.autograd.gradcheck(step, inputs, check_batched_grad=batched)
     # The threads of several devices add up gradients of gradients in any order, as those of PyTorch.
-    nondet_tol = 1e-12 if not batched else 0.0
-    assert torch.autograd.gradgradcheck(
-        lambda input, *_: parallel(input), inputs, check_batched_grad=batched, nondet_tol=nondet_tol
-    )
+    nondet = 0.0 if batched else 1e-12
+    assert torch.autograd.gradgradcheck(step, inputs, check_batched_grad=batched, nondet_tol=nondet)
 
 
 @pytest.mark.parametrize("sizes", [(3, 1), (0, 3), (1, 0, 2)], ids=str)

@@ -14,7 +14,6 @@ from helpers import (
     assert_same_refusal,
     assert_same_results,
     assert_same_state,
-    assert_same_step,
     doubles,
     outcome,
     run_parts,
@@ -154,7 +153,7 @@ def test_formats_are_kept_and_change_no_value(devices, of_input, of_grad, shape)
     assert_same_state(parallel, plain)
 
 
-# Layers that are frozen, for all or some of the time.
+# Models that do more than one thing in their forward.
 
 
 def freezing(net, input):
@@ -162,53 +161,56 @@ def freezing(net, input):
     return net.bn(torch.tanh(net.frozen(net.conv(input))))
 
 
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_layer_that_its_model_turns_to_eval_stays_frozen(devices):
-    net = Net(freezing, conv=nn.Conv2d(3, 4, 1), frozen=nn.BatchNorm2d(4), bn=nn.BatchNorm2d(4))
-    plain, parallel = twins(net.double(), devices)
+def probing(net, input):
+    """Trains on features that are computed in inference mode."""
+    with torch.inference_mode():
+        features = net.conv(input)
+    return net.bn(features)
+
+
+@pytest.mark.parametrize("forward", [freezing, probing])
+@pytest.mark.parametrize("devices", device_lists(1, 2, 3))
+def test_layers_that_are_frozen_or_follow_features_of_inference_mode_train_as_on_one_device(devices, forward):
+    net = Net(forward, conv=nn.Conv2d(3, 4, 1), frozen=nn.BatchNorm2d(4), bn=nn.BatchNorm2d(4, affine=False))
+    net.conv.requires_grad_(False)
+    head = nn.Sequential(net, nn.Conv2d(4, 2, 1))
+    plain, parallel = twins(head.double(), devices)
+    data, grad = doubles(6, 3, 4, 3, devices=devices), doubles(6, 2, 4, 3, devices=devices)
+
+    def step(model):
+        output = model(data)
+        output.backward(grad)
+        return [output]
+
     for _ in range(2):
-        assert_same_step(plain.train(), parallel.train(), doubles(6, 3, 4, 3, devices=devices))
-    assert parallel.module.frozen.num_batches_tracked == 0
-    assert parallel.module.bn.num_batches_tracked == 2
-
-
-# Models that do more than one thing in their forward.
-
-
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_losses_computed_in_the_replicas_add_up_to_that_of_the_batch(devices):
-    net = Net(lambda net, input, target: ((net.bn(input) - target) ** 3).sum(), bn=nn.BatchNorm1d(3))
-    plain, parallel = twins(net.double(), devices)
-    data, target = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
-    with pytest.warns(UserWarning, match="all input tensors were scalars"):
-        losses = parallel(data, target)
-    assert losses.shape == (len(devices),)
-    expected = plain(data, target)
-    assert_equal(losses.sum(), expected)
-    losses.sum().backward()
-    expected.backward()
-    assert_same_state(parallel, plain)
+        assert_same_results(plain.train(), parallel.train(), step)
+    assert plain[0].frozen.num_batches_tracked == 0
 
 
 def trains_and_evaluates(net, input):
-    """Calls one layer in both modes in one forward: a batch to learn from, and one to look at."""
-    return torch.cat((net.bn.train()(input), net.bn.eval()(input)), 1)
+    """Calls one layer in both modes in one forward: a batch to learn from, and one to look at; returns a loss, too."""
+    outputs = torch.cat((net.bn.train()(input), net.bn.eval()(input)), 1)
+    return outputs, ((net.bn.train()(input) - 1) ** 3).sum()
 
 
+@pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0, but all input tensors were scalars")
 @pytest.mark.parametrize("devices", device_lists(3))
-def test_call_in_eval_mode_sees_the_buffers_from_before_the_forward_in_all_replicas_but_the_first(devices):
+def test_losses_of_replicas_add_up_and_calls_in_eval_mode_see_the_buffers_from_before_the_forward(devices):
     plain, parallel = twins(Net(trains_and_evaluates, bn=nn.BatchNorm2d(3, momentum=0.3)).double(), devices)
     for _ in range(2):
         before = copy.deepcopy(plain.bn).eval()
         data = doubles(7, 3, 4, 5, devices=devices)
-        with torch.no_grad():
-            expected, output = plain(data), parallel(data)
-            expected[3:, 3:] = before(data[3:])
+        (expected, loss), (output, losses) = plain(data), parallel(data)
+        expected = torch.cat((expected[:, :3], torch.cat((expected[:3, 3:], before(data[3:])))), 1)  # of replica 0 only
         assert_equal(output, expected)
+        assert losses.shape == (len(devices),)
+        assert_equal(losses.sum(), loss)
+        losses.sum().backward()
+        loss.backward()
         assert_same_state(parallel, plain)
 
 
-def strides(net, input):
+def noting_strides(net, input):
     input = input.clone()
     input.register_hook(lambda grad: net.seen.append(("input gradient", grad.shape, grad.stride())))
     output = checkpoint(net.bn, input, use_reentrant=False) if net.checkpoints else net.bn(input)
@@ -221,7 +223,7 @@ def strides(net, input):
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("eps_mode", ["plus", *slow("clamp")])
 def test_channels_last_is_kept_for_a_single_image(devices, eps_mode, checkpoints, dtype, sizes):
-    net = Net(strides, bn=SynchronizedBatchNorm2d(5, eps_mode=eps_mode), checkpoints=checkpoints, seen=[])
+    net = Net(noting_strides, bn=SynchronizedBatchNorm2d(5, eps_mode=eps_mode), checkpoints=checkpoints, seen=[])
     net.to(as_devices(devices)[0], dtype)
     parallel = DataParallelWithCallback(net, devices, timeout=5.0)
     c, h, w = 5, 4, 6
@@ -296,25 +298,3 @@ def test_strides_of_sizes_of_one_change_no_number(devices, size, view):
         results.append([output, *torch.autograd.grad(output, wanted, grad)])
     for expected, actual in zip(*results, strict=True):
         assert_equal(actual, expected)
-
-
-def probe(net, input):
-    """Trains on features that are computed in inference mode."""
-    with torch.inference_mode():
-        features = net.backbone(input)
-    return net.head(net.bn(features))
-
-
-@pytest.mark.parametrize("devices", device_lists(1, 2))
-def test_features_of_inference_mode_can_be_normalized(devices):
-    net = Net(probe, backbone=nn.Linear(3, 4), bn=nn.BatchNorm1d(4, affine=False), head=nn.Linear(4, 2))
-    plain, parallel = twins(net.double(), devices)
-    data, grad = doubles(6, 3, devices=devices), doubles(6, 2, devices=devices)
-
-    def step(model):
-        output = model(data)
-        output.backward(grad)
-        return [output]
-
-    for _ in range(2):
-        assert_same_results(plain, parallel, step)
