@@ -145,16 +145,25 @@ class Run:
 
 
 class _CooperativeLock:
-    def __init__(self) -> None:
-        self.held = False
+    """The lock of the only coordinator that is used at a time; its sections have no steps inside."""
+
+    held = False
 
     def __enter__(self) -> None:
         if _run is not None:
-            _run.step(lambda: not self.held)
-        self.held = True
+            _run.step()
+        _CooperativeLock.held = True
 
     def __exit__(self, *args: Any) -> None:
-        self.held = False
+        _CooperativeLock.held = False
+
+
+def _with_the_lock_held(method: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        assert _CooperativeLock.held, f"{method.__name__} without the lock"
+        return method(*args, **kwargs)
+
+    return checked
 
 
 class _CooperativeQueue:
@@ -178,6 +187,11 @@ def _cooperative_sleep(seconds: float) -> None:
         _run.step_when_others_have_ended()
 
 
+# What changes the records.
+CHANGES = [(Coordinator, name) for name in ("_begin_wait", "_deliver", "_break")]
+CHANGES += [(records.Turns, "pass_on"), (records.Turns, "resume")]
+
+
 @contextmanager
 def cooperative() -> Iterator[Executor]:
     """Replace what `coordinator.py` waits with; return threads that are used again: to start them takes long."""
@@ -185,6 +199,8 @@ def cooperative() -> Iterator[Executor]:
         patch.setattr(coordinator, "Lock", _CooperativeLock)
         patch.setattr(coordinator, "SimpleQueue", _CooperativeQueue)
         patch.setattr(coordinator, "sleep", _cooperative_sleep)
+        for owner, name in CHANGES:
+            patch.setattr(owner, name, _with_the_lock_held(getattr(owner, name)))
         for module in (coordinator, records):
             patch.setattr(module, "monotonic", lambda: 0.0)
         with ThreadPoolExecutor(16) as pool:

@@ -16,6 +16,7 @@ import torch
 from conftest import CUDA_COUNT, device_lists, needs_two_gpus
 from helpers import (
     Net,
+    Operators,
     TwoLayers,
     are_distinct_gpus,
     as_devices,
@@ -25,15 +26,12 @@ from helpers import (
     doubles,
     end_from_outside,
     in_threads,
-    run_parts,
     twins,
 )
 from streams import on_a_side_stream
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
 from sync_batchnorm.backends import cuda
@@ -92,60 +90,6 @@ def used_here(tensors):
     for tensor in tensors:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensors
-
-
-def input_gradients(outputs, inputs, grads, penalty):
-    if not penalty:
-        return torch.autograd.grad(outputs, inputs, grads)
-    first = torch.autograd.grad(outputs, inputs, grads, create_graph=True)
-    return torch.autograd.grad(first, inputs, [grad.detach() ** 2 for grad in first])
-
-
-def assert_same_on_streams(plain, parallel, streams, where, penalty=False):
-    """Compare a step of replicas, whose forward, backward or both run on the streams, with one of all parts on one GPU.
-
-    Each replica has a part of its own, and only the gradients of these are computed: torch's backward of scatter and
-    broadcast reads what another GPU has made on the default stream there, without waiting for it.
-    """
-    devices = as_devices(parallel.device_ids)
-    parts = [doubles(2 + i % 2, 3, 7, 6, devices=[device]).requires_grad_() for i, device in enumerate(devices)]
-    grads = [torch.randn(len(part), 4, 3, 2, dtype=part.dtype, device=part.device) for part in parts]
-    with contextlib.ExitStack() as stack:
-        if where != "backward":
-            stack.enter_context(on_streams(streams))
-        outputs = run_parts(parallel, parts)
-        if where == "forward":
-            stack.close()
-        if where == "backward":
-            stack.enter_context(on_streams(streams))
-        # On the default streams again: there the upstream gradients are made, and freed when the layer has them.
-        scaled = [output * 2 for output in outputs] if where == "forward" else outputs
-        found = input_gradients(scaled, parts, grads, penalty)
-    outputs, found = used_here(outputs), used_here(found)
-    grads = [grad * 2 for grad in grads] if where == "forward" else grads
-    first = [part.detach().to(devices[0]).requires_grad_() for part in parts]
-    expected = plain(torch.cat(first))
-    wanted = input_gradients([expected], first, [torch.cat([grad.to(devices[0]) for grad in grads])], penalty)
-    assert_equal(torch.cat([output.to(devices[0]) for output in outputs]), expected, "output")
-    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-        assert_equal(ours, theirs, f"input gradient of replica {i}")
-    assert_same_state(parallel, plain)
-
-
-def checkpointed(self, input):
-    return checkpoint(self.net, input, use_reentrant=False)
-
-
-@pytest.mark.parametrize("what", ["forward", "backward", "both", "penalty", "checkpoint"])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("devices", gpu_lists(2, 4))
-def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, what):
-    net = Net(checkpointed, net=TwoLayers()) if what == "checkpoint" else TwoLayers()
-    plain, parallel = twins(net.double(), devices)
-    where = what if what in ("forward", "backward") else "both"
-    streams = side_streams(devices, side)
-    for _ in range(2):  # The second finds the memory that the first has freed.
-        assert_same_on_streams(plain, parallel, streams, where, what == "penalty")
 
 
 class WithSideStreamInBackward(nn.Module):
@@ -334,11 +278,6 @@ class FunctionMode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
 LEFT_ON = {
     "nothing": lambda: None,
     "autocast": lambda: torch.set_autocast_enabled("cuda", True),
@@ -347,7 +286,7 @@ LEFT_ON = {
     "cache of autocast": lambda: torch.set_autocast_cache_enabled(False),
     "default device": lambda: torch.set_default_device("meta"),
     "function mode": lambda: FunctionMode().__enter__(),
-    "dispatch mode": lambda: DispatchMode().__enter__(),
+    "dispatch mode": lambda: Operators().__enter__(),
     "hooks on saved tensors": lambda: torch.autograd.graph.save_on_cpu().__enter__(),
     "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
 }

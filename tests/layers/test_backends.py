@@ -6,38 +6,36 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists
-from helpers import as_devices, assert_equal, assert_same_parts, assert_same_results, assert_same_step, doubles, twins
+from helpers import (
+    Net,
+    Operators,
+    as_devices,
+    assert_equal,
+    assert_same_parts,
+    assert_same_results,
+    assert_same_step,
+    doubles,
+    twins,
+)
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sync_batchnorm.backends import base
+from sync_batchnorm.backends import base, cpu
 from sync_batchnorm.backends.base import GENERAL, Backend
 
 
-class NoFloat64(TorchDispatchMode):
-    """Refuses what some kinds of devices do not have."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        assert not isinstance(result, torch.Tensor) or result.dtype != torch.float64, func
-        return result
+def refuse_float64(operator, args, result):
+    assert not isinstance(result, torch.Tensor) or result.dtype != torch.float64, operator
 
 
-class WithoutFloat64(nn.Module):
-    """Calls its layer, in the thread of each replica, where there is no float64."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, input):
-        with NoFloat64():
-            return self.bn(input)
+def without_float64(net, input):
+    """Calls its layer, in the thread of each replica, on a device that has no float64, as some kinds of devices."""
+    with Operators(refuse_float64):
+        return net.bn(input)
 
 
 @pytest.mark.parametrize("kernel", ["general"], indirect=True)
 def test_device_without_operators_and_without_float64_normalizes_and_differentiates(kernel, monkeypatch):
-    _, parallel = twins(WithoutFloat64(), ["cpu"] * 3)
+    _, parallel = twins(Net(without_float64, bn=nn.BatchNorm1d(3)), ["cpu"] * 3)
     layer, exact = parallel.module.bn, copy.deepcopy(parallel.module.bn).double()
     data, grad = torch.randn(7, 3, 4), torch.randn(7, 3, 4)
     leaf, input = data.double().requires_grad_(), data.requires_grad_()
@@ -47,7 +45,7 @@ def test_device_without_operators_and_without_float64_normalizes_and_differentia
         if name.startswith(("batch_norm", "native_batch_norm", "native_group_norm")):
             monkeypatch.setattr(torch, name, None)
     output = parallel(input)
-    with NoFloat64():
+    with Operators(refuse_float64):
         output.backward(grad)
     assert_equal(output.double(), expected, "output", tolerance=1e-5)
     assert_equal(input.grad.double(), leaf.grad, "input gradient", tolerance=1e-5)
@@ -70,6 +68,11 @@ def test_output_of_a_contiguous_or_channels_last_input_has_the_strides_of_torch(
         assert found.stride() == expected.stride(), (sizes, strides)
         formats.add(expected.is_contiguous())
     assert formats == {True, False}
+
+
+@pytest.mark.parametrize(("rows", "channels", "pieces"), [(10, 700, 2), (12, 300, 6), (7, 1000, 1), (5, 4096, 1)])
+def test_rows_are_summed_side_by_side_as_far_as_they_fit(rows, channels, pieces):
+    assert cpu._number_of_pieces(rows, channels) == pieces
 
 
 # A new kind of device.
@@ -120,16 +123,13 @@ class Plain(Backend):
 OPERATIONS = {name for name, operation in vars(Backend).items() if callable(operation) and name[:2] != "__"}
 
 
-def noting(name, operation, called):
-    return lambda *args: called.append(name) or operation(*args)
-
-
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"eps": 0.3, "momentum": None}], ids=str)
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_new_kind_of_device_is_one_class_and_one_row(devices, options, monkeypatch):
     kind, called = Plain(), []
     for name in OPERATIONS:
-        setattr(kind, name, noting(name, getattr(kind, name), called))
+        operation = getattr(kind, name)
+        setattr(kind, name, lambda *args, name=name, operation=operation: called.append(name) or operation(*args))
         if name != "gradients":  # which is that of all kinds where gradients are differentiated
             monkeypatch.setattr(GENERAL, name, None, raising=False)
     monkeypatch.setattr("sync_batchnorm.backends.BACKENDS", {as_devices(devices)[0].type: kind})
