@@ -51,21 +51,6 @@ def test_backward_runs_in_the_thread_of_the_caller_and_waits_for_nobody(devs, mu
     assert threads <= {threading.get_ident()}
 
 
-@pytest.mark.parametrize("devices", device_lists(3))
-@pytest.mark.parametrize("rows", [slice(2), slice(2, 4), slice(4, 6), slice(1, 5)], ids=str)
-def test_replicas_outside_of_the_loss_still_count(devices, rows):
-    data = doubles(6, 3, devices=devices)
-    grad = torch.randn_like(data[rows])
-
-    def step(model):
-        input = data.clone().requires_grad_()
-        model(input)[rows].backward(grad)
-        assert input.grad.abs().min() > 0
-        return [input.grad]
-
-    assert_same_results(*twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), devices), step)
-
-
 def test_nothing_gets_a_gradient_where_what_follows_has_none():
     def step(model):
         product = model(data) * 2
