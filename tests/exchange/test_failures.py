@@ -264,18 +264,17 @@ def disagreeing(net, x: Tensor, replica: Tensor) -> Tensor:
     return net.bn(net.change(net.bn, x) if int(replica[0]) == R - 1 else x)
 
 
+DISAGREEMENTS = {
+    "channels": (lambda bn, x: x[:, :3], r"\(2, 3\) of torch.float64 \(eps=1e-05\)"),
+    "dimensions": (lambda bn, x: x[..., None], r"\(2, 4, 1\) of torch.float64 \(eps=1e-05\)"),
+    "dtype": (lambda bn, x: x.float(), r"\(2, 4\) of torch.float32 \(eps=1e-05\)"),
+    "eps": (lambda bn, x: (setattr(bn, "eps", 0.5), x)[1], r"\(eps=0.5\)"),
+    "eps_mode": (lambda bn, x: (setattr(bn, "eps_mode", "clamp"), x)[1], r"\(eps=1e-05, clamp\)"),
+}
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("change", "odd"),
-    [
-        (lambda bn, x: x[:, :3], r"\(2, 3\) of torch.float64 \(eps=1e-05\)"),
-        (lambda bn, x: x[..., None], r"\(2, 4, 1\) of torch.float64 \(eps=1e-05\)"),
-        (lambda bn, x: x.float(), r"\(2, 4\) of torch.float32 \(eps=1e-05\)"),
-        (lambda bn, x: (setattr(bn, "eps", 0.5), x)[1], r"\(2, 4\) of torch.float64 \(eps=0.5\)"),
-        (lambda bn, x: (setattr(bn, "eps_mode", "clamp"), x)[1], r"\(2, 4\) of torch.float64 \(eps=1e-05, clamp\)"),
-    ],
-    ids=["channels", "dimensions", "dtype", "eps", "eps_mode"],
-)
+@pytest.mark.parametrize(("change", "odd"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
 def test_replicas_that_disagree_are_told_what_they_have(wrap, change, odd):
     bn = SynchronizedBatchNorm(4, affine=False, track_running_stats=False)
     parallel = wrap(Net(disagreeing, bn=bn, change=change))

@@ -130,5 +130,5 @@ def test_output_gradients_and_penalty_with_a_clamped_variance_are_those_of_the_f
 
 def test_variance_that_equals_eps_is_not_clamped(devices):
     data = torch.tensor([[-1.0], [1.0]], dtype=torch.float64, device=as_devices(devices)[0])  # of variance one
-    layers = nn.BatchNorm1d(1, eps=0.0).to(data), SynchronizedBatchNorm1d(1, eps=1.0, eps_mode="clamp").to(data)
+    layers = nn.BatchNorm1d(1, eps=1e-12).to(data), SynchronizedBatchNorm1d(1, eps=1.0, eps_mode="clamp").to(data)
     assert_same_step(layers[0], DataParallelWithCallback(layers[1], devices), data, data * 3 + 1)
