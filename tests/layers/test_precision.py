@@ -53,19 +53,17 @@ class Errors:
         ours.backward(grad)
         expected.backward(grad.double())
         layer = parallel.module
-        self.torch_output, self.torch_grad = worst(torchs, expected), worst(inputs[0].grad, inputs[2].grad)
-        self.ours_output, self.ours_grad = worst(ours, expected), worst(inputs[1].grad, inputs[2].grad)
-        self.ours_weight = worst(layer.weight.grad, exact.weight.grad)
-        self.ours_bias = worst(layer.bias.grad, exact.bias.grad)
-        self.ours_variance = worst(layer.running_var, exact.running_var, exact.running_var)
-        self.largest_output = float(expected.detach().abs().max())
-        self.largest_grad = float(inputs[2].grad.abs().max())
+        self.of_torch, self.output = worst(torchs, expected), worst(ours, expected)
+        self.grad_of_torch, self.grad = worst(inputs[0].grad, inputs[2].grad), worst(inputs[1].grad, inputs[2].grad)
+        self.weight, self.bias = worst(layer.weight.grad, exact.weight.grad), worst(layer.bias.grad, exact.bias.grad)
+        self.variance = worst(layer.running_var, exact.running_var, exact.running_var)
+        self.largest, self.largest_grad = (float(t.detach().abs().max()) for t in (expected, inputs[2].grad))
         self.rounding = ROUNDING if memory_format == torch.contiguous_format else SUMS
 
     def check(self):
-        assert self.ours_variance <= VARIANCE
-        assert self.ours_output <= max(1.5 * self.torch_output, ROUNDING * self.largest_output)
-        assert self.ours_grad <= max(1.5 * self.torch_grad, self.rounding * self.largest_grad)
+        assert self.variance <= VARIANCE
+        assert self.output <= max(1.5 * self.of_torch, ROUNDING * self.largest)
+        assert self.grad <= max(1.5 * self.grad_of_torch, self.rounding * self.largest_grad)
 
 
 SIZES = {"small": (8, 16, 6, 5), "medium": (8, 16, 32, 32), "large": (8, 8, 96, 96)}
@@ -87,10 +85,10 @@ def test_upstream_gradient_that_follows_the_input_leaves_gradients_as_exact(size
     data = doubles(*SIZES[size]) + ratio * channels(SIZES[size][1])
     errors = Errors(data, [4, 4], FORMATS[memory_format], follows=True)
     # A multiple of the input is part of the gradient: it is rounded where it is as large as the mean makes it.
-    assert errors.ours_grad <= (2 * errors.rounding + 3e-8 * ratio) * errors.largest_grad
+    assert errors.grad <= (2 * errors.rounding + 3e-8 * ratio) * errors.largest_grad
     elements = data[:, 0].numel()  # which is about what the gradients of weight and bias are
-    assert errors.ours_weight <= 2 * errors.rounding * elements
-    assert errors.ours_bias <= 2 * errors.rounding * elements
+    assert errors.weight <= 2 * errors.rounding * elements
+    assert errors.bias <= 2 * errors.rounding * elements
 
 
 def changed(data, where, change):
@@ -174,12 +172,8 @@ def test_variance_that_overflows_is_infinite_and_leaves_the_bias(kind, dtype, va
     actual.backward(upstream)
     layer, inputs = parallel.module, data.double().abs().amax((0, 2, 3))  # the size of what is added up to the mean
     assert layer.running_var.isinf().tolist() == [False, True, False]
-    compared = [
-        (actual, expected, None),
-        (layer.running_mean, plain.running_mean, inputs),
-        (layer.running_var, plain.running_var, None),
-        (layer.bias.grad, plain.bias.grad, None),
-    ]
+    compared = [(actual, expected, None), (layer.running_mean, plain.running_mean, inputs)]
+    compared += [(layer.running_var, plain.running_var, None), (layer.bias.grad, plain.bias.grad, None)]
     if plain.weight.grad.isfinite().all():  # Above 1e37, the sums of torch overflow as well.
         compared += [(layer.weight.grad, plain.weight.grad, None), (ours.grad, theirs.grad, None)]
     for tensors in compared:
