@@ -68,15 +68,6 @@ def current(streams):
         yield
 
 
-@contextlib.contextmanager
-def on_streams(streams):
-    """Make the streams current, after the work of the default streams, which wait for them at the end."""
-    follow(streams, defaults(streams))
-    with current(streams):
-        yield
-    follow(defaults(streams), streams)
-
-
 SIDES = {"first": slice(1), "others": slice(1, None), "all": slice(None)}
 
 
@@ -149,22 +140,21 @@ def test_outputs_on_side_streams_are_those_of_one_gpu(devices, side, records):
     with torch.set_grad_enabled(records):
         expected = [plain(data) for data in batches][-1]
         for wrapper in wrappers:
-            with on_streams(side_streams(devices, side)):
+            streams = side_streams(devices, side)
+            follow(streams, defaults(streams))
+            with current(streams):
                 for data in batches:  # Each frees what the one before has used, while the streams may still be busy.
                     output = wrapper(data)
+            follow(defaults(streams), streams)
             assert_equal(*used_here((output, expected)))
             assert_same_state(wrapper, plain)
-
-
-def stateless(net, input):
-    """Keeps no running statistics, so that several calls of it may run at a time."""
-    return torch.tanh(net.bn(input))
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["one-thread", "two-threads"])
 @pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
 def test_calls_on_streams_of_their_own_need_no_order(devices, threads):
-    plain, parallel = twins(Net(stateless, bn=nn.BatchNorm2d(3, track_running_stats=False)).double(), devices)
+    net = nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False), nn.Tanh())  # Several calls may run at a time.
+    plain, parallel = twins(net.double(), devices)
     batches = [doubles(9, 3, 4, 5, devices=devices) for _ in range(2)]
     sides = [side_streams(devices, "all") for _ in batches]
     outputs = [None, None]

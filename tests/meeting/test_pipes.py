@@ -97,9 +97,8 @@ def test_merge_that_does_not_answer_everybody_is_refused(results):
     master = SyncMaster(lambda messages: results)
     slave = master.register_slave(1)
     released, raised = together(lambda: slave.run_slave(0), lambda: master.run_master(0))
-    text = f"to return one result for each of [0, 1], but got results for {[key for key, _ in results]} (a SyncMaster"
     assert type(raised) is RuntimeError
-    assert text in str(raised)
+    assert f"each of [0, 1], but got results for {[key for key, _ in results]} (a SyncMaster" in str(raised)
     assert isinstance(released, ReplicaSyncError)
 
 
@@ -154,9 +153,8 @@ def test_kept_master_serves_every_number_of_chunks(name):
 
 def test_kept_masters_of_two_groups_serve_every_forward():
     parallel = DataParallelWithCallback(KeepsMasters(2), ["cpu"] * 4)
-    for number in (4, 4, 3, 1, 2, 4):
-        for _ in range(5):
-            assert_groups_get_their_means(parallel, number, 2)
+    for number in (4, 4, 3, 1, 2, 4) * 5:
+        assert_groups_get_their_means(parallel, number, 2)
 
 
 def test_kept_master_that_is_not_put_into_the_context_is_refused():
@@ -166,10 +164,7 @@ def test_kept_master_that_is_not_put_into_the_context_is_refused():
                 self.pipe = self.masters[0].register_slave(copy_id)
 
     parallel = DataParallelWithCallback(Forgets(2), ["cpu"] * 2)
-    text = (
-        r"expected a SyncMaster that belongs to this forward pass, but got one of another \(Forgets, replica 1\); put "
-        r"it into the context in the callback of its replica, for example ctx\.sync_master = self\.sync_master"
-    )
+    text = r"but got one of another \(Forgets, replica 1\); put it into the context in the callback of its replica"
     with pytest.raises(RuntimeError, match=text):
         parallel(tensor([[1.0], [10.0]]))
 
