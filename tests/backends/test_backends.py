@@ -79,45 +79,23 @@ def test_rows_are_summed_side_by_side_as_far_as_they_fit(rows, channels, pieces)
 
 
 class Plain(Backend):
-    """A kind of device that nobody knows: the formulas of batch normalization, with no arithmetic but its own."""
+    """A kind of device that nobody knows, with an arithmetic of its own for the statistics and the outputs."""
 
     def statistics(self, input, eps):
         values = input.transpose(0, 1).flatten(1)
         mean = values.mean(1, keepdim=True)
-        var = (values - mean).square().mean(1)
-        return (mean.view(1, -1), var[None]), None
+        return (mean.view(1, -1), (values - mean).square().mean(1)[None]), None
 
     def normalize(self, calls, batch):
         outputs = []
         for call in calls:
-            input, weight, bias = call.input, call.layer.weight, call.layer.bias
-            mean, invstd = (base.per_channel(vector, input) for vector in batch.mean_invstd[input.device])
-            outputs.append(base.memory_for_output(input).copy_((input - mean) * invstd))
-            if weight is not None:
-                outputs[-1].mul_(base.per_channel(weight, input))
-            if bias is not None:
-                outputs[-1].add_(base.per_channel(bias, input))
+            vectors = [*batch.mean_invstd[call.input.device], call.layer.weight, call.layer.bias]
+            mean, invstd, weight, bias = (v if v is None else base.per_channel(v, call.input) for v in vectors)
+            normalized = (call.input - mean) * invstd * (1 if weight is None else weight) + (
+                0 if bias is None else bias
+            )
+            outputs.append(base.memory_for_output(call.input).copy_(normalized))
         return outputs
-
-    def gradients(self, parts, batch):
-        normalized, of_parameters, sums = [], [], []
-        for part in parts:
-            mean, invstd = (base.per_channel(v, part.input) for v in batch.mean_invstd[part.input.device])
-            x, dy, weight = part.input, part.grad_output, 1 if part.weight is None else part.weight
-            dy = torch.zeros_like(x) if dy is None else dy
-            normalized.append((x - mean) * invstd)
-            pair = [dy.sum(base.reduced_dims(x)), (dy * normalized[-1]).sum(base.reduced_dims(x))]
-            of_parameters.append((pair[1], pair[0]))
-            sums.append(base.move_pair([vector * weight for vector in pair], batch.master_device))
-        totals = batch.totals(sums, base.Workspace()) / batch.elements
-        results = []
-        for part, x, parameters in zip(parts, normalized, of_parameters, strict=True):
-            mean_dy, mean_dy_xmu = (base.per_channel(v, x) for v in totals.to(part.input.device).chunk(2))
-            weight = 1 if part.weight is None else base.per_channel(part.weight, x)
-            dy = torch.zeros_like(x) if part.grad_output is None else part.grad_output * weight
-            invstd = base.per_channel(batch.mean_invstd[part.input.device][1], x)
-            results.append((invstd * (dy - mean_dy - x * mean_dy_xmu), *parameters))
-        return results
 
 
 OPERATIONS = {name for name, operation in vars(Backend).items() if callable(operation) and name[:2] != "__"}
