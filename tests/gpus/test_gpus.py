@@ -21,6 +21,7 @@ from helpers import (
     are_distinct_gpus,
     as_devices,
     assert_equal,
+    assert_same_results,
     assert_same_state,
     assert_same_step,
     doubles,
@@ -83,49 +84,42 @@ def used_here(tensors):
     return tensors
 
 
-class WithSideStreamInBackward(nn.Module):
-    """Lets the backward pass of its layer find another stream on the last device, as hooks that leave one there do."""
-
-    def __init__(self, last):
-        super().__init__()
-        self.bn, self.last, self.found = nn.BatchNorm2d(3), last, []
-
-    def set_stream(self, stream):
-        with torch.cuda.device(self.last):
-            self.found.append(torch.cuda.current_stream().stream_id)
+@pytest.mark.parametrize("devices", [d for d in gpu_lists(2, 4) if are_distinct_gpus(d.values[0])])
+def test_backward_finds_the_stream_that_a_hook_has_left_on_another_gpu(devices):
+    def leave(stream):
+        with torch.cuda.device(devices[-1]):
+            found.append(torch.cuda.current_stream().stream_id)
             torch.cuda.set_stream(stream)
 
-    def forward(self, input):
-        output = self.bn(input)
-        if input.device.index == 0 and output.grad_fn is not None:
-            side, default = torch.cuda.Stream(self.last), torch.cuda.default_stream(self.last)
-            output.grad_fn.register_prehook(lambda _: self.set_stream(side))
-            output.grad_fn.register_hook(lambda _, __: self.set_stream(default))
+    def forward(net, input):
+        output = net.bn(input)
+        if input.device.index == 0:
+            side, default = torch.cuda.Stream(devices[-1]), torch.cuda.default_stream(devices[-1])
+            output.grad_fn.register_prehook(lambda _: leave(side))
+            output.grad_fn.register_hook(lambda _, __: leave(default))
         return on_a_side_stream(nn.Softplus(), output)  # So no gradient is ready on the default stream of its device.
 
-
-@pytest.mark.parametrize("devices", gpu_lists(2, 4))
-def test_backward_finds_the_stream_that_a_hook_has_left_on_another_gpu(devices):
-    if len(set(devices)) == 1:
-        pytest.skip("needs two GPUs")
-    plain, parallel = twins(WithSideStreamInBackward(devices[-1]).double(), devices)
+    found = []
+    plain, parallel = twins(Net(forward, bn=nn.BatchNorm2d(3)).double(), devices)
     assert_same_step(plain, parallel, doubles(2 * len(devices), 3, 4, 5, devices=devices))
-    assert len(parallel.module.found) == 2
-    assert 0 == parallel.module.found[0] != parallel.module.found[1]
+    default, side = found[-2:]  # of the wrapper, which comes last
+    assert default == 0 != side
 
 
 @pytest.mark.parametrize("devices", gpu_lists(2))
 def test_gradients_made_on_streams_of_replicas_may_be_added_up_on_others(devices):
     net = Net(lambda net, input: on_a_side_stream(net.bn, input), bn=nn.BatchNorm2d(4))
     plain, parallel = twins(net.double(), devices)
-    data, grad = doubles(4, 4, 5, 5), doubles(4, 4, 5, 5).to(devices[0])
-    ours, theirs = (data.to(devices[0]).requires_grad_() for _ in range(2))
-    for net, input in ((parallel, ours), (plain, theirs)):
-        output = net(input)
+    data, grad = (doubles(4, 4, 5, 5, devices=devices) for _ in range(2))
+
+    def step(model):
+        input = data.clone().requires_grad_()
+        output = model(input)
         for again in (True, False):
             output.backward(grad, retain_graph=again)
-    assert_equal(ours.grad, theirs.grad)
-    assert_equal(parallel.module.bn.weight.grad, plain.bn.weight.grad)
+        return [input.grad]
+
+    assert_same_results(plain, parallel, step)
 
 
 @pytest.mark.parametrize("records", [True, False], ids=["recorded", "no_grad"])
@@ -181,12 +175,7 @@ def test_calls_on_streams_of_their_own_need_no_order(devices, threads):
 def test_outputs_may_be_gathered_on_a_third_gpu():
     plain, parallel = twins(TwoLayers().double(), [0, 1], output_device=2)
     gathered = []
-
-    def to_first(module, args, output):
-        gathered.append(output.device)
-        return output.to("cuda:0")
-
-    parallel.register_forward_hook(to_first)
+    parallel.register_forward_hook(lambda module, args, output: gathered.append(output.device) or output.to("cuda:0"))
     assert_same_step(plain, parallel, doubles(6, 3, 7, 6, devices=[0]))
     assert gathered == [torch.device("cuda", 2)]
 

@@ -115,15 +115,15 @@ class GivesUp(TorchStyle):
     """Starts the first replica, which waits for others in vain, and then raises an error, if it has one."""
 
     error: BaseException | None
-    begun: threading.Event | None = None  # for which it waits before that
+    begun = threading.Event()  # which the first replica sets
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
         if self.error is None:
             return super().parallel_apply(replicas, inputs, kwargs)
         self.thread = threading.Thread(target=self.work, args=(replicas[0], inputs[0]))
         self.thread.start()
-        if self.begun is not None:
-            self.begun.wait()
+        self.begun.wait()
+        self.begun.clear()
         raise self.error
 
     def work(self, replica: nn.Module, inputs: Any) -> None:
@@ -137,6 +137,7 @@ def test_replica_that_fails_late_leaves_the_next_forward_alone(monkeypatch):
     late = threading.Event()
 
     def is_late(model: Scripted, x: Tensor) -> None:
+        GivesUp.begun.set()
         late.wait()
 
     def ends_it(model: Scripted, x: Tensor) -> None:
@@ -157,15 +158,14 @@ def test_replica_that_fails_late_leaves_the_next_forward_alone(monkeypatch):
 
 @pytest.mark.parametrize("error", [TimeoutError("an alarm"), KeyboardInterrupt()])
 def test_error_of_the_caller_reaches_it_once_the_replicas_were_released_and_have_left(monkeypatch, error):
-    begun, aborts, left = threading.Event(), threading.Event(), []
-    abort = Coordinator.abort
+    aborts, left, abort = threading.Event(), [], Coordinator.abort
 
     def abort_patiently(coordinator: Coordinator, error: BaseException, seconds: float) -> None:
         aborts.set()
         abort(coordinator, error, 1000.0)  # much longer than a test may take
 
     def is_busy(model: Scripted, x: Tensor) -> None:
-        begun.set()
+        GivesUp.begun.set()
         aborts.wait()
         try:
             model.stem(x)
@@ -174,7 +174,7 @@ def test_error_of_the_caller_reaches_it_once_the_replicas_were_released_and_have
 
     monkeypatch.setattr(Coordinator, "abort", abort_patiently)
     parallel = patch_replication_callback(GivesUp(scripted((0, "before", is_busy)), R))
-    parallel.error, parallel.begun = error, begun
+    parallel.error = error
     with pytest.raises(type(error)) as caught:
         parallel(*batch())
     assert caught.value is error
@@ -211,10 +211,10 @@ def _seeded_step(parallel: nn.DataParallel, x: Tensor) -> list[Tensor]:
 @needs_fork
 @pytest.mark.parametrize("error", [TimeoutError("an alarm"), KeyboardInterrupt()])
 def test_exception_in_the_caller_leaves_its_generator_and_the_buffers_alone(error):
-    assert forked(functools.partial(_is_interrupted_while_replicas_draw, error)) == (0, "")
+    assert forked(functools.partial(_interrupt_while_replicas_draw, error)) == (0, "")
 
 
-def _is_interrupted_while_replicas_draw(error: BaseException) -> None:
+def _interrupt_while_replicas_draw(error: BaseException) -> None:
     parallel, x = DataParallelWithCallback(Drops(), ["cpu"] * R), torch.randn(2 * R, 4, dtype=torch.float64)
     expected = _seeded_step(copy.deepcopy(parallel), x)
     aborts, abort = threading.Event(), Coordinator.abort
