@@ -232,17 +232,6 @@ def widths_of_resnet50():
     return [64, *itertools.chain(*([n, n, 4 * n] * blocks + [4 * n] for n, blocks in stages.items()))]
 
 
-class Widths(nn.Module):
-    """Layers of some widths, each on a part of the input."""
-
-    def __init__(self, widths):
-        super().__init__()
-        self.layers = nn.ModuleList(map(nn.BatchNorm1d, widths))
-
-    def forward(self, input):
-        return sum(layer(input[:, : layer.num_features] * 1).sum(1) for layer in self.layers)
-
-
 def bytes_on_first_and_in_all(parallel):
     tensors = []
     for workspace in itertools.chain(*[pool.workspaces.values() for pool in workspaces._pools[parallel].values()]):
@@ -255,7 +244,11 @@ def bytes_on_first_and_in_all(parallel):
 
 @pytest.mark.skipif(CUDA_COUNT < 8, reason="needs eight GPUs")
 def test_page_has_the_bytes_of_resnet50_on_eight_gpus():
-    parallel = DataParallelWithCallback(convert_model(Widths(widths_of_resnet50())).cuda(), list(range(8)))
+    def on_slices(net, input):
+        return sum(layer(input[:, : layer.num_features] * 1).sum(1) for layer in net.layers)
+
+    layers = nn.ModuleList(map(nn.BatchNorm1d, widths_of_resnet50()))
+    parallel = DataParallelWithCallback(convert_model(Net(on_slices, layers=layers)).cuda(), list(range(8)))
     for _ in range(2):
         parallel(torch.randn(16, 2048, device="cuda", requires_grad=True)).sum().backward()
     first, total = (f"{number / 1e6:.1f} MB" for number in bytes_on_first_and_in_all(parallel))
