@@ -253,7 +253,7 @@ def test_gradient_by_the_input_of_another_replica_needs_what_that_one_has_saved(
 
 @pytest.mark.parametrize("changed", ["weight", "input"])
 def test_change_in_place_between_forward_and_backward_is_refused_as_by_torch(devices, changed):
-    raw = Outputs(devices)
+    raw = Outputs(["cpu"] * 2 if changed == "weight" else devices)  # Other GPUs have copies of the weight.
     raw.grad(0)
     with torch.no_grad():
         (raw.parallel.module.weight if changed == "weight" else raw.inner[1]).mul_(2)
