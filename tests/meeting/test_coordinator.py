@@ -51,7 +51,7 @@ class Waiting:
                 self.outcome_ = error
 
         waits, self.may_take, coordinator.span = threading.Event(), threading.Event(), span
-        self.thread = threading.Thread(target=run)
+        self.thread = threading.Thread(target=run, daemon=True)  # A test that fails asks for no outcome.
         self.thread.start()
         waits.wait()
         coordinator.span = None
