@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, merge_messages, revert_model
 from sync_batchnorm.layers import _SynchronizedBatchNorm
@@ -100,6 +101,19 @@ def saved_bytes(output: Tensor) -> int:
             saved += of_replica.unpack()
         sizes |= {t.data_ptr(): t.numel() * t.element_size() for t in saved if isinstance(t, Tensor)}
     return sum(sizes.values())
+
+
+class Operators(TorchDispatchMode):
+    """Calls `note`, if it is given, with each operator of torch, its arguments and its result."""
+
+    def __init__(self, note: Callable[[Any, Any, Any], object] = lambda *args: None) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        self._note(operator, (args, kwargs), result)
+        return result
 
 
 class Net(nn.Module):
@@ -202,8 +216,6 @@ def twins(
 
 # The options of a layer that has a weight and no bias; none with torch 2.8, whose layers have no `bias` argument.
 WITHOUT_BIAS = [{"bias": False}] if "bias" in inspect.signature(nn.BatchNorm2d).parameters else []
-needs_bias_argument = pytest.mark.skipif(not WITHOUT_BIAS, reason="the layers of this torch have no bias argument")
-
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 

@@ -41,16 +41,12 @@ class _Party:
     def __init__(self, body: Callable[[], Any]) -> None:
         self.body = body
         self.turn = _held_lock()
-        self.ready: Callable[[], bool] = _always
+        self.ready: Callable[[], bool] = lambda: True
         self.concerns_others = True  # whether what it does next is a choice
         self.may_be_cut = False
         self.is_cut = False
         self.ended = False
         self.outcome: Any = None
-
-
-def _always() -> bool:
-    return True
 
 
 def _held_lock() -> threading.Lock:
@@ -95,7 +91,9 @@ class Run:
         party.ended = True
         self._hand_over(party)
 
-    def step(self, ready: Callable[[], bool] = _always, concerns_others: bool = True, may_be_cut: bool = False) -> None:
+    def step(
+        self, ready: Callable[[], bool] = lambda: True, concerns_others: bool = True, may_be_cut: bool = False
+    ) -> None:
         """Let the scheduler decide who goes on; return once it is the caller, or raise what cuts its wait short."""
         party = self._current
         if party is None:
@@ -106,10 +104,6 @@ class Run:
             raise _Stop
         if party.is_cut:
             raise self.scenario.cut
-
-    def step_when_others_have_ended(self) -> None:
-        others = [party for party in self.parties if party is not self._current]
-        self.step(lambda: all(party.ended for party in others))
 
     def _hand_over(self, giver: _Party | None) -> None:
         taker = self._chosen()
@@ -145,16 +139,25 @@ class Run:
 
 
 class _CooperativeLock:
-    def __init__(self) -> None:
-        self.held = False
+    """The lock of the only coordinator that is used at a time; its sections have no steps inside."""
+
+    held = False
 
     def __enter__(self) -> None:
         if _run is not None:
-            _run.step(lambda: not self.held)
-        self.held = True
+            _run.step()
+        _CooperativeLock.held = True
 
     def __exit__(self, *args: Any) -> None:
-        self.held = False
+        _CooperativeLock.held = False
+
+
+def _with_the_lock_held(method: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        assert _CooperativeLock.held, f"{method.__name__} without the lock"
+        return method(*args, **kwargs)
+
+    return checked
 
 
 class _CooperativeQueue:
@@ -174,8 +177,15 @@ class _CooperativeQueue:
 
 
 def _cooperative_sleep(seconds: float) -> None:
+    """Let the caller go on when all replicas have ended."""
     if _run is not None:
-        _run.step_when_others_have_ended()
+        *replicas, _ = _run.parties
+        _run.step(lambda: all(party.ended for party in replicas))
+
+
+# What changes the records.
+CHANGES = [(Coordinator, name) for name in ("_deliver", "_break")]
+CHANGES += [(records.Turns, "pass_on"), (records.Turns, "resume")]
 
 
 @contextmanager
@@ -185,6 +195,8 @@ def cooperative() -> Iterator[Executor]:
         patch.setattr(coordinator, "Lock", _CooperativeLock)
         patch.setattr(coordinator, "SimpleQueue", _CooperativeQueue)
         patch.setattr(coordinator, "sleep", _cooperative_sleep)
+        for owner, name in CHANGES:
+            patch.setattr(owner, name, _with_the_lock_held(getattr(owner, name)))
         for module in (coordinator, records):
             patch.setattr(module, "monotonic", lambda: 0.0)
         with ThreadPoolExecutor(16) as pool:
@@ -329,11 +341,9 @@ class _Scene:
         reasons = self._reasons(completing)
         if not any(outcomes) and not scenario.abort:
             assert self.coordinator._broken is None, "broken, although everybody got by"
+        some = scenario.turns or scenario.cut is KeyboardInterrupt  # Another's break may come before one's own turn.
         for name, members in scenario.layers.items():
             numbers = {sum(layer == name for layer, _ in self.completed[replica]) for replica in members}
-            some = (
-                scenario.turns or scenario.cut is KeyboardInterrupt
-            )  # A break in another's turn may come before one's own.
             assert len(numbers) == 1 or some, f"{name} was completed by some only"
         given = {str(o).rpartition("it caught: ")[2] for o in outcomes if isinstance(o, ReplicaSyncError)}
         assert len(given) <= 1, f"two reasons: {given}"
@@ -426,17 +436,14 @@ def everything(
 
 def in_turns(scenarios: Iterable[Scenario]) -> Iterator[Scenario]:
     """Yield each with replicas that run one at a time."""
-    for scenario in scenarios:
-        yield replace(scenario, turns=True)
+    return (replace(scenario, turns=True) for scenario in scenarios)
 
 
 def interrupted(scenarios: Iterable[Scenario]) -> Iterator[Scenario]:
     """Yield each while the caller gives up, a wait runs out of time or is interrupted, or the merge fails."""
     for scenario in scenarios:
-        yield Scenario(scenario.scripts, scenario.members, abort=True)
-        yield Scenario(scenario.scripts, scenario.members, cuts=1)
-        yield Scenario(scenario.scripts, scenario.members, cuts=1, cut=KeyboardInterrupt)
-        yield Scenario(scenario.scripts, scenario.members, merge_fails=True)
+        for what in ({"abort": True}, {"cuts": 1}, {"cuts": 1, "cut": KeyboardInterrupt}, {"merge_fails": True}):
+            yield replace(scenario, **what)
 
 
 def explore_all(scenarios: Iterable[Scenario]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ when that is. Every owner of vectors in a workspace refers to its lease:
 When the last reference to the lease ends, the weak reference calls `list.append`, and the next exchange looks into that
 list. A finalizer in Python would not do: Ctrl-C or an alarm in it would be lost.
 
-Where this fails, numbers are wrong: `tests/gpus/test_workspaces.py`.
+Where this fails, numbers are wrong: `tests/backends/test_workspaces.py`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -132,7 +132,8 @@ def test_tangents_are_refused_and_not_lost(name, grad_mode):
         assert_equal(parallel(data), plain(data))  # a level alone is no reason to refuse
         if name == "weight":
             bn = parallel.module.bn
-            weight = bn._parameters.pop("weight").detach()
+            weight = bn.weight.detach()
+            del bn.weight
             bn.weight = forward_ad.make_dual(weight, torch.ones_like(weight))
         else:
             data = forward_ad.make_dual(data, tangent)

@@ -16,24 +16,23 @@ import torch
 from conftest import CUDA_COUNT, device_lists, needs_two_gpus
 from helpers import (
     Net,
+    Operators,
     TwoLayers,
     are_distinct_gpus,
     as_devices,
     assert_equal,
+    assert_same_results,
     assert_same_state,
     assert_same_step,
     doubles,
     end_from_outside,
     in_threads,
-    run_parts,
     twins,
 )
 from streams import on_a_side_stream
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
 from sync_batchnorm.backends import cuda
@@ -70,15 +69,6 @@ def current(streams):
         yield
 
 
-@contextlib.contextmanager
-def on_streams(streams):
-    """Make the streams current, after the work of the default streams, which wait for them at the end."""
-    follow(streams, defaults(streams))
-    with current(streams):
-        yield
-    follow(defaults(streams), streams)
-
-
 SIDES = {"first": slice(1), "others": slice(1, None), "all": slice(None)}
 
 
@@ -94,103 +84,42 @@ def used_here(tensors):
     return tensors
 
 
-def input_gradients(outputs, inputs, grads, penalty):
-    if not penalty:
-        return torch.autograd.grad(outputs, inputs, grads)
-    first = torch.autograd.grad(outputs, inputs, grads, create_graph=True)
-    return torch.autograd.grad(first, inputs, [grad.detach() ** 2 for grad in first])
-
-
-def assert_same_on_streams(plain, parallel, streams, where, penalty=False):
-    """Compare a step of replicas, whose forward, backward or both run on the streams, with one of all parts on one GPU.
-
-    Each replica has a part of its own, and only the gradients of these are computed: torch's backward of scatter and
-    broadcast reads what another GPU has made on the default stream there, without waiting for it.
-    """
-    devices = as_devices(parallel.device_ids)
-    parts = [doubles(2 + i % 2, 3, 7, 6, devices=[device]).requires_grad_() for i, device in enumerate(devices)]
-    grads = [torch.randn(len(part), 4, 3, 2, dtype=part.dtype, device=part.device) for part in parts]
-    with contextlib.ExitStack() as stack:
-        if where != "backward":
-            stack.enter_context(on_streams(streams))
-        outputs = run_parts(parallel, parts)
-        if where == "forward":
-            stack.close()
-        if where == "backward":
-            stack.enter_context(on_streams(streams))
-        # On the default streams again: there the upstream gradients are made, and freed when the layer has them.
-        scaled = [output * 2 for output in outputs] if where == "forward" else outputs
-        found = input_gradients(scaled, parts, grads, penalty)
-    outputs, found = used_here(outputs), used_here(found)
-    grads = [grad * 2 for grad in grads] if where == "forward" else grads
-    first = [part.detach().to(devices[0]).requires_grad_() for part in parts]
-    expected = plain(torch.cat(first))
-    wanted = input_gradients([expected], first, [torch.cat([grad.to(devices[0]) for grad in grads])], penalty)
-    assert_equal(torch.cat([output.to(devices[0]) for output in outputs]), expected, "output")
-    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-        assert_equal(ours, theirs, f"input gradient of replica {i}")
-    assert_same_state(parallel, plain)
-
-
-def checkpointed(self, input):
-    return checkpoint(self.net, input, use_reentrant=False)
-
-
-@pytest.mark.parametrize("what", ["forward", "backward", "both", "penalty", "checkpoint"])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("devices", gpu_lists(2, 4))
-def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, what):
-    net = Net(checkpointed, net=TwoLayers()) if what == "checkpoint" else TwoLayers()
-    plain, parallel = twins(net.double(), devices)
-    where = what if what in ("forward", "backward") else "both"
-    streams = side_streams(devices, side)
-    for _ in range(2):  # The second finds the memory that the first has freed.
-        assert_same_on_streams(plain, parallel, streams, where, what == "penalty")
-
-
-class WithSideStreamInBackward(nn.Module):
-    """Lets the backward pass of its layer find another stream on the last device, as hooks that leave one there do."""
-
-    def __init__(self, last):
-        super().__init__()
-        self.bn, self.last, self.found = nn.BatchNorm2d(3), last, []
-
-    def set_stream(self, stream):
-        with torch.cuda.device(self.last):
-            self.found.append(torch.cuda.current_stream().stream_id)
+@pytest.mark.parametrize("devices", [d for d in gpu_lists(2, 4) if are_distinct_gpus(d.values[0])])
+def test_backward_finds_the_stream_that_a_hook_has_left_on_another_gpu(devices):
+    def leave(stream):
+        with torch.cuda.device(devices[-1]):
+            found.append(torch.cuda.current_stream().stream_id)
             torch.cuda.set_stream(stream)
 
-    def forward(self, input):
-        output = self.bn(input)
-        if input.device.index == 0 and output.grad_fn is not None:
-            side, default = torch.cuda.Stream(self.last), torch.cuda.default_stream(self.last)
-            output.grad_fn.register_prehook(lambda _: self.set_stream(side))
-            output.grad_fn.register_hook(lambda _, __: self.set_stream(default))
+    def forward(net, input):
+        output = net.bn(input)
+        if input.device.index == 0:
+            side, default = torch.cuda.Stream(devices[-1]), torch.cuda.default_stream(devices[-1])
+            output.grad_fn.register_prehook(lambda _: leave(side))
+            output.grad_fn.register_hook(lambda _, __: leave(default))
         return on_a_side_stream(nn.Softplus(), output)  # So no gradient is ready on the default stream of its device.
 
-
-@pytest.mark.parametrize("devices", gpu_lists(2, 4))
-def test_backward_finds_the_stream_that_a_hook_has_left_on_another_gpu(devices):
-    if len(set(devices)) == 1:
-        pytest.skip("needs two GPUs")
-    plain, parallel = twins(WithSideStreamInBackward(devices[-1]).double(), devices)
+    found = []
+    plain, parallel = twins(Net(forward, bn=nn.BatchNorm2d(3)).double(), devices)
     assert_same_step(plain, parallel, doubles(2 * len(devices), 3, 4, 5, devices=devices))
-    assert len(parallel.module.found) == 2
-    assert 0 == parallel.module.found[0] != parallel.module.found[1]
+    default, side = found[-2:]  # of the wrapper, which comes last
+    assert default == 0 != side
 
 
 @pytest.mark.parametrize("devices", gpu_lists(2))
 def test_gradients_made_on_streams_of_replicas_may_be_added_up_on_others(devices):
     net = Net(lambda net, input: on_a_side_stream(net.bn, input), bn=nn.BatchNorm2d(4))
     plain, parallel = twins(net.double(), devices)
-    data, grad = doubles(4, 4, 5, 5), doubles(4, 4, 5, 5).to(devices[0])
-    ours, theirs = (data.to(devices[0]).requires_grad_() for _ in range(2))
-    for net, input in ((parallel, ours), (plain, theirs)):
-        output = net(input)
+    data, grad = (doubles(4, 4, 5, 5, devices=devices) for _ in range(2))
+
+    def step(model):
+        input = data.clone().requires_grad_()
+        output = model(input)
         for again in (True, False):
             output.backward(grad, retain_graph=again)
-    assert_equal(ours.grad, theirs.grad)
-    assert_equal(parallel.module.bn.weight.grad, plain.bn.weight.grad)
+        return [input.grad]
+
+    assert_same_results(plain, parallel, step)
 
 
 @pytest.mark.parametrize("records", [True, False], ids=["recorded", "no_grad"])
@@ -205,22 +134,21 @@ def test_outputs_on_side_streams_are_those_of_one_gpu(devices, side, records):
     with torch.set_grad_enabled(records):
         expected = [plain(data) for data in batches][-1]
         for wrapper in wrappers:
-            with on_streams(side_streams(devices, side)):
+            streams = side_streams(devices, side)
+            follow(streams, defaults(streams))
+            with current(streams):
                 for data in batches:  # Each frees what the one before has used, while the streams may still be busy.
                     output = wrapper(data)
+            follow(defaults(streams), streams)
             assert_equal(*used_here((output, expected)))
             assert_same_state(wrapper, plain)
-
-
-def stateless(net, input):
-    """Keeps no running statistics, so that several calls of it may run at a time."""
-    return torch.tanh(net.bn(input))
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["one-thread", "two-threads"])
 @pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
 def test_calls_on_streams_of_their_own_need_no_order(devices, threads):
-    plain, parallel = twins(Net(stateless, bn=nn.BatchNorm2d(3, track_running_stats=False)).double(), devices)
+    net = nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False), nn.Tanh())  # Several calls may run at a time.
+    plain, parallel = twins(net.double(), devices)
     batches = [doubles(9, 3, 4, 5, devices=devices) for _ in range(2)]
     sides = [side_streams(devices, "all") for _ in batches]
     outputs = [None, None]
@@ -247,12 +175,7 @@ def test_calls_on_streams_of_their_own_need_no_order(devices, threads):
 def test_outputs_may_be_gathered_on_a_third_gpu():
     plain, parallel = twins(TwoLayers().double(), [0, 1], output_device=2)
     gathered = []
-
-    def to_first(module, args, output):
-        gathered.append(output.device)
-        return output.to("cuda:0")
-
-    parallel.register_forward_hook(to_first)
+    parallel.register_forward_hook(lambda module, args, output: gathered.append(output.device) or output.to("cuda:0"))
     assert_same_step(plain, parallel, doubles(6, 3, 7, 6, devices=[0]))
     assert gathered == [torch.device("cuda", 2)]
 
@@ -334,11 +257,6 @@ class FunctionMode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
 LEFT_ON = {
     "nothing": lambda: None,
     "autocast": lambda: torch.set_autocast_enabled("cuda", True),
@@ -347,7 +265,7 @@ LEFT_ON = {
     "cache of autocast": lambda: torch.set_autocast_cache_enabled(False),
     "default device": lambda: torch.set_default_device("meta"),
     "function mode": lambda: FunctionMode().__enter__(),
-    "dispatch mode": lambda: DispatchMode().__enter__(),
+    "dispatch mode": lambda: Operators().__enter__(),
     "hooks on saved tensors": lambda: torch.autograd.graph.save_on_cpu().__enter__(),
     "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
 }

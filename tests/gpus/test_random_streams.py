@@ -10,8 +10,8 @@ import random
 
 import pytest
 import torch
-from conftest import CUDA_COUNT
-from helpers import as_devices, assert_equal, doubles, randomize
+from conftest import CUDA_COUNT, slow
+from helpers import as_devices, assert_equal, assert_same_state, doubles, randomize
 from streams import on_a_side_stream, on_stream
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -48,7 +48,15 @@ def gradients(outputs, inputs, grads, others):
     return first if others is None else torch.autograd.grad(first, inputs, others)
 
 
-def check(seed):
+def go_aside(stack, aside, current):
+    """Use new streams on some devices until `stack` is closed; the current device stays what it is."""
+    for device in aside:
+        stack.enter_context(on_stream(torch.cuda.Stream(device)))
+    stack.enter_context(torch.cuda.device(current))
+
+
+@pytest.mark.parametrize("seed", [*range(20), *slow(*range(20, 100))])
+def test_random_net_on_random_streams_computes_what_one_gpu_computes(seed):
     choose = random.Random(seed)
     torch.manual_seed(seed)
     ids = choose.choice([ids for ids in DEVICES if max(ids) < CUDA_COUNT])
@@ -58,18 +66,18 @@ def check(seed):
     parts = [doubles(2 + i % 2, 3, 3, 2, devices=[device]).requires_grad_() for i, device in enumerate(devices)]
     grads, others = ([torch.randn_like(part) for part in parts] for _ in range(2))
     others = others if choose.random() < 0.5 else None
-    sides = [choose.random() < 0.5 for _ in devices]
-    distinct = list(dict.fromkeys(devices))
+    aside = [device for device in dict.fromkeys(devices) if choose.random() < 0.5]
+    where = choose.choice(["forward", "backward", "both"])
     torch.cuda.synchronize()  # The engine orders upstream gradients of the first device alone.
     with contextlib.ExitStack() as stack:
-        for device, side in zip(distinct, sides, strict=False):
-            if side:
-                stack.enter_context(on_stream(torch.cuda.Stream(device)))
-        stack.enter_context(torch.cuda.device(devices[0]))
+        if where != "backward":
+            go_aside(stack, aside, devices[0])
         replicas = parallel.replicate(parallel.module, ids)
         outputs = parallel.parallel_apply(replicas, list(zip(parts, range(len(ids)), strict=True)), [{} for _ in ids])
-        if choose.random() < 0.5:
+        if where == "forward":
             stack.close()
+        elif where == "backward":
+            go_aside(stack, aside, devices[0])
         found = gradients(outputs, parts, grads, others)
         for tensor in (*outputs, *found):
             tensor.record_stream(torch.cuda.default_stream(tensor.device))
@@ -80,11 +88,4 @@ def check(seed):
     assert_equal(torch.cat([output.to(devices[0]) for output in outputs]), expected, f"output, seed {seed}")
     for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         assert_equal(ours, theirs, f"gradient of replica {i}, seed {seed}")
-
-
-SEEDS = [*range(20), *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 100)]]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_random_net_on_random_streams_computes_what_one_gpu_computes(seed):
-    check(seed)
+    assert_same_state(parallel, plain)

@@ -15,28 +15,20 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.com
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {  # of a contiguous tensor of sizes 4 and 6
     "contiguous": lambda x: x,
     "transposed": lambda x: x.t(),
-    "one row of a transposed": lambda x: x.t()[5:],
     "one column": lambda x: x[:, 5:],
-    "one column of a transposed": lambda x: x.t()[:, 3:],
     "one element": lambda x: x[3:, 5:],
-    "rows at an offset": lambda x: x[2:],
     "columns at an offset": lambda x: x[:, 2:5],
-    "every second row": lambda x: x[::2],
     "every second column": lambda x: x[:, 1::2],
     "no rows": lambda x: x[4:],
     "no columns of a transposed": lambda x: x.t()[:, 4:],
-    "number": lambda x: x[1, 2],
     "expanded": lambda x: x[:, :1].expand(4, 5),
     "expanded by a dimension": lambda x: x.expand(2, 4, 6),
-    "expanded number": lambda x: x[0, 0].expand(3, 2),
     "overlapping": lambda x: x.as_strided((3, 4), (1, 2), 1),
     "odd stride of one row": lambda x: x.as_strided((1, 4), (17, 2), 3),
     "channels last": lambda x: x.reshape(2, 3, 2, 2).to(memory_format=torch.channels_last),
     "one channel": lambda x: x.reshape(4, 1, 2, 3).to(memory_format=torch.channels_last),
     "conjugate": lambda x: x.conj(),
-    "conjugate of a transposed": lambda x: x.t().conj(),
     "one row of a conjugate": lambda x: x.conj().t()[5:],
-    "negative": lambda x: torch._neg_view(x)[:, 2:] if x.dtype != torch.bool else x[:, 2:],
     "negative imaginary part": lambda x: x.conj().imag if x.is_complex() else x,
 }
 
@@ -67,25 +59,10 @@ def test_copy_of_any_layout_is_that_of_the_cpu(layout, dtype):
         assert copied.stride() == like_expected.stride(), name
     for name, source in {"host": expected, "device": here, "last device": layout(base.to(LAST))}.items():
         for device in ("cpu", "cuda:0", LAST):
-            assert contents(source.to(device, wider)) == contents(expected.to(wider)), (
-                f"from {name} to wider on {device}"
-            )
+            assert contents(source.to(device, wider)) == contents(expected.to(wider)), f"{name} to wider on {device}"
             larger = torch.zeros(*expected.shape[::-1], 3, dtype=expected.dtype, device=device)
             part = torch.permute(larger[..., 1], list(range(expected.dim()))[::-1])
             assert contents(part.copy_(source)) == contents(expected), f"from {name} into a part on {device}"
-
-
-@pytest.mark.parametrize(
-    "layout", ["conjugate", "conjugate of a transposed", "one row of a conjugate", "negative", "contiguous"]
-)
-def test_copy_into_a_view_of_any_layout_is_that_of_the_cpu(layout):
-    base, source = torch.zeros(4, 6, dtype=torch.complex64), torch.randn(6, 6, dtype=torch.complex64)
-    there = base.to("cuda:0")
-    into_host, into_device = LAYOUTS[layout](base), LAYOUTS[layout](there)
-    part = source[: into_host.shape[0], : into_host.shape[1]]
-    into_host.copy_(part)
-    into_device.copy_(part)
-    assert contents(there) == contents(base)
-    into_device.copy_(part.to("cuda:0").conj())
-    into_host.copy_(part.conj())
-    assert contents(there) == contents(base)
+            assert contents(part.conj().copy_(source)) == contents(expected), (
+                f"from {name} into a conjugate on {device}"
+            )

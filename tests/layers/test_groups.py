@@ -50,8 +50,8 @@ def test_each_group_is_one_device_for_its_rows(devices, group_size):
             totals = [total + reference for total, reference in zip(totals, wanted[len(rows) :], strict=True)]
         for actual, reference in zip(gradients[replicas:], totals, strict=True):
             assert_equal(actual.cpu(), reference, "gradient of the parameters")
-        for name, buffer in parallel.module.named_buffers():
-            assert_equal(buffer.cpu(), groups[0].get_buffer(name), f"{name}, which is that of the group of replica 0")
+        for name, buffer in parallel.module.named_buffers():  # of the group of replica 0
+            assert_equal(buffer.cpu(), groups[0].get_buffer(name), name)
 
 
 @pytest.mark.parametrize("other", [2, 3])
@@ -76,15 +76,10 @@ def test_fewer_chunks_than_devices_make_fewer_groups():
     assert_equal(parallel(data[:4]), torch.cat([groups[0](data[:2]), groups[1](data[2:4])]))
 
 
-def means_after(net, input):
-    net.bn(input)
-    return net.bn.running_mean.expand(len(input), -1)
-
-
 def test_replicas_of_other_groups_see_the_buffers_from_before_the_forward():
-    _, parallel = grouped(Net(means_after, bn=nn.BatchNorm1d(3)).double(), ["cpu"] * 4, 2)
+    net = Net(lambda net, input: (net.bn(input), net.bn.running_mean.expand(len(input), -1))[1], bn=nn.BatchNorm1d(3))
+    _, parallel = grouped(net.double(), ["cpu"] * 4, 2)
     before = parallel.module.bn.running_mean.clone()
     means = parallel(doubles(8, 3))
-    assert_equal(means[:2], parallel.module.bn.running_mean.expand(2, -1))
-    assert_equal(means[2:], before.expand(6, -1))
+    assert_equal(means, torch.stack([parallel.module.bn.running_mean] * 2 + [before] * 6))
     assert not torch.equal(means[0], means[2])

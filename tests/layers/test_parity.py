@@ -1,10 +1,14 @@
 """Replicas compute what one device computes on the whole batch."""
 
+import os
+import random
+
 import pytest
 import torch
 from conftest import device_lists, every_kernel, first_in_smoke, slow, usual_kernels
 from helpers import (
     WITHOUT_BIAS,
+    Net,
     TwoLayers,
     as_devices,
     assert_equal,
@@ -48,24 +52,12 @@ def test_step_is_that_of_the_whole_batch(devs, kind, dtype):
 @pytest.mark.parametrize("devices", device_lists(1, 3))
 def test_constructor_options_mean_what_they_mean_in_torch(devices, options):
     plain, parallel = twins(nn.BatchNorm2d(3, **options).double(), devices)
-    for _ in range(3):
-        assert_same_step(plain, parallel, doubles(5, 3, 4, 2, devices=devices))
+    for rows in (5, 0, 7, 6):
+        assert_same_step(plain, parallel, doubles(rows, 3, 4, 2, devices=devices))
+    plain.reset_running_stats()
+    parallel.module.reset_running_stats()
+    assert_same_step(plain, parallel, doubles(5, 3, 4, 2, devices=devices))
     assert parallel.module.bias is None or options != {"bias": False}
-
-
-@usual_kernels
-@pytest.mark.parametrize("batch", [8, 4], ids=["two-a-replica", "one-a-replica"])
-def test_training_stays_equal_step_by_step(devs, batch):
-    plain, parallel = twins(TwoLayers().double(), devs)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (plain, parallel)]
-    data = doubles(batch, 3, 7, 6, devices=devs)
-    for _ in range(5):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        assert_same_step(plain, parallel, data[torch.randperm(batch)])
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_same_state(parallel, plain)
 
 
 @every_kernel
@@ -110,18 +102,6 @@ def test_frozen_parameters_get_no_gradient(devices, frozen):
     assert all(getattr(parallel.module, name).grad is None for name in frozen)
 
 
-@usual_kernels
-@pytest.mark.parametrize("momentum", [None, 0.0, 1.0, 0.1], ids=str)
-@pytest.mark.parametrize("devices", device_lists(3))
-def test_running_statistics_follow_after_a_reset_and_an_empty_batch(devices, momentum):
-    plain, parallel = twins(nn.BatchNorm1d(3, momentum=momentum).double(), devices)
-    for rows in (6, 0, 5, 7):
-        assert_same_step(plain, parallel, doubles(rows, 3, devices=devices))
-    plain.reset_running_stats()
-    parallel.module.reset_running_stats()
-    assert_same_step(plain, parallel, doubles(4, 3, devices=devices))
-
-
 @every_kernel
 @pytest.mark.parametrize("devices", device_lists(3))
 @pytest.mark.parametrize("sizes", first_in_smoke(EMPTY), ids=str)
@@ -129,12 +109,7 @@ def test_running_statistics_follow_after_a_reset_and_an_empty_batch(devices, mom
 def test_empty_replicas_take_part(devices, sizes, dtype):
     plain, parallel = twins(nn.BatchNorm2d(3).to(dtype), devices)
     assert_same_parts(plain, parallel, [torch.randn(size, 3, 2, 2, dtype=dtype) for size in sizes])
-
-
-@every_kernel
-def test_empty_images_are_an_empty_batch(devices):
-    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
-    assert_same_step(plain, parallel, doubles(2, 3, 0, 2, devices=devices))
+    assert_same_step(plain, parallel, torch.randn(2, 3, 0, 2, device=as_devices(devices)[0]).to(dtype))
 
 
 @every_kernel
@@ -150,3 +125,91 @@ def test_training_mode_without_gradients_updates_running_statistics(devs, mode):
     assert not any(buffer.requires_grad or buffer.is_inference() for buffer in parallel.module.buffers())
     assert_same_state(parallel, plain)
     assert_same_step(plain, parallel, data)
+
+
+# Several calls of one layer, several forwards, and several backwards stay apart or add up.
+
+
+def pyramid(net, input):
+    """One layer for feature levels of three sizes, as detection heads share it."""
+    levels = [input, input[..., ::2], input[..., 1:, ::3]]
+    return torch.cat([net.bn(net.conv(level)).flatten(1) for level in levels], 1)
+
+
+@usual_kernels
+@pytest.mark.smoke
+def test_one_layer_called_three_times_keeps_its_calls_apart(devs):
+    plain, parallel = twins(Net(pyramid, conv=nn.Conv2d(3, 3, 1), bn=nn.BatchNorm2d(3)).double(), devs)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(6, 3, 5, 7, devices=devs))
+    assert parallel.module.bn.num_batches_tracked == 6
+
+
+@usual_kernels
+def test_gradients_accumulate_over_micro_batches_and_optimizers_use_them(devs):
+    plain, parallel = twins(TwoLayers().double(), devs)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (plain, parallel)]
+    for rows in (4, 3, 1, 8, 0, 5):
+        assert_same_step(plain, parallel, doubles(rows, 3, 6, 6, devices=devs))
+        for optimizer in optimizers if rows in (3, 0) else ():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@usual_kernels
+def test_eval_forward_between_two_training_forwards_changes_nothing(devs):
+    plain, parallel = twins(TwoLayers().double(), devs)
+    data = doubles(4, 3, 6, 6, devices=devs)
+    grad = doubles(*plain.eval()(data).shape, devices=devs)
+    for module in (plain, parallel):
+        first, _, last = [module.train(training)(data) for training in (True, False, True)]
+        torch.autograd.backward([first, last], [grad, 2 * grad])
+    assert_same_state(parallel, plain)
+
+
+@usual_kernels
+def test_training_forward_between_an_eval_forward_and_its_backward_is_no_error(devs):
+    _, parallel = twins(TwoLayers().double(), devs)
+    data = doubles(4, 3, 6, 6, devices=devs)
+    output = parallel.eval()(data)
+    parallel.train()(data)
+    output.backward(torch.randn_like(output))
+    assert parallel.module.bn1.weight.grad is not None
+
+
+def branching(net, input):
+    """Takes another branch by content, but calls its layer equally often in each."""
+    return net.bn(net.linear(input)) if input[0, 0] > 0 else -net.bn(net.linear(input) * 2)
+
+
+@usual_kernels
+def test_replicas_may_take_different_branches_with_equal_calls(devices):
+    net = Net(branching, linear=nn.Linear(3, 3), bn=nn.BatchNorm1d(3)).double()
+    _, parallel = twins(net, devices)
+    data = doubles(6, 3, devices=devices)
+    data[0, 0], data[3, 0] = 1.0, -1.0
+    hidden = net.linear(data)
+    expected = net.bn(torch.cat((hidden[:3], hidden[3:] * 2))) * torch.tensor([[1.0]] * 3 + [[-1.0]] * 3).to(data)
+    output, grad = parallel(data), torch.randn_like(expected)
+    assert_equal(output, expected)
+    expected.backward(grad)
+    output.backward(grad)
+    assert_same_state(parallel, net)
+
+
+def yielding(net, input):
+    """Lets other threads run first, a random number of times."""
+    for _ in range(random.randrange(4)):
+        getattr(os, "sched_yield", lambda: None)()
+    return input
+
+
+@usual_kernels
+def test_many_forwards_under_frequent_thread_switches_stay_equal(many_switches):
+    net = nn.Sequential(*[layer for _ in range(3) for layer in (Net(yielding), nn.BatchNorm1d(3), nn.Linear(3, 3))])
+    plain, parallel = twins(net.double(), ["cpu"] * 4)
+    for i in range(40):
+        data = doubles(4 + i % 7, 3)
+        with torch.no_grad():
+            assert_equal(parallel(data), plain(data), f"forward {i}")
+    assert_same_state(parallel, plain)

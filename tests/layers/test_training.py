@@ -1,10 +1,11 @@
 """What trainings do around batch norm: low precision, memory formats, frozen layers, losses inside, other formulas."""
 
 import copy
+import io
 
 import pytest
 import torch
-from conftest import device_lists, slow, usual_kernels
+from conftest import device_lists, first_in_smoke, slow, usual_kernels
 from helpers import (
     FORMATS,
     TOLERANCES,
@@ -14,7 +15,6 @@ from helpers import (
     assert_same_refusal,
     assert_same_results,
     assert_same_state,
-    assert_same_step,
     doubles,
     outcome,
     run_parts,
@@ -50,16 +50,14 @@ def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices,
         output = model(input)
         output.backward(grad.to(used))
         assert output.is_contiguous(memory_format=FORMATS[kind])
-        layer = getattr(model, "module", model)
-        parameters = [parameter.grad for parameter in layer.parameters()]
-        results.append([output, input.grad, *parameters, layer.running_mean, layer.running_var])
+        _, _, *statistics, _ = model.state_dict().values()
+        results.append([output, input.grad, *(parameter.grad for parameter in model.parameters()), *statistics])
     # For a contiguous input, the kernel of a real GPU rounds the sums of parts, which become the parameters' gradients.
     rounded = range(4 if kind == "contiguous" and data.is_cuda and not is_simulated() else 2)
     for i, (expected, of_torch, ours) in enumerate(zip(*results, strict=True)):
         assert ours.dtype == of_torch.dtype
-        assert_equal(
-            ours.float(), expected, tolerance=TOLERANCES[dtype if cast_module or i in rounded else torch.float32]
-        )
+        rounds_to = dtype if cast_module or i in rounded else torch.float32
+        assert_equal(ours.float(), expected, tolerance=TOLERANCES[rounds_to])
 
 
 @pytest.mark.smoke
@@ -79,10 +77,10 @@ def test_autocast_around_the_wrapper_is_autocast_around_the_net(devices, dtype):
     assert output.dtype == expected.dtype == dtype
     # The convolutions round to `dtype`: what reaches a parameter differs by some of its last digits.
     assert_equal(output, expected, "output", 2 * TOLERANCES[dtype])
-    for (name, ours), theirs in zip(parallel.module.named_parameters(), plain.parameters(), strict=True):
-        assert_equal(ours.grad, theirs.grad, name, 5 * TOLERANCES[dtype])
-    for (name, ours), theirs in zip(parallel.module.named_buffers(), plain.buffers(), strict=True):
-        assert_equal(ours, theirs, name, 2 * TOLERANCES[dtype])
+    for ours, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        assert_equal(ours.grad, theirs.grad, "gradient", 5 * TOLERANCES[dtype])
+    for ours, theirs in zip(parallel.buffers(), plain.buffers(), strict=True):
+        assert_equal(ours, theirs, "buffer", 2 * TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("inside", [*LOW, torch.float32], ids=str)
@@ -121,13 +119,8 @@ def test_mixes_of_types_are_taken_and_refused_as_torch_does(input, parameters):
 # Memory formats.
 
 
-SHAPES = {
-    "even": (6, 4, 3, 5),
-    "odd": (4, 65, 6, 5),
-    "pixels": (4, 9, 1, 1),
-    "one-channel": (4, 1, 9, 9),
-    "volumes": (4, 5, 3, 4, 2),
-}
+SHAPES = {"even": (6, 4, 3, 5), "odd": (4, 65, 6, 5), "pixels": (4, 9, 1, 1)}
+SHAPES |= {"one-channel": (4, 1, 9, 9), "volumes": (4, 5, 3, 4, 2)}
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -154,7 +147,7 @@ def test_formats_are_kept_and_change_no_value(devices, of_input, of_grad, shape)
     assert_same_state(parallel, plain)
 
 
-# Layers that are frozen, for all or some of the time.
+# Models that do more than one thing in their forward.
 
 
 def freezing(net, input):
@@ -162,53 +155,56 @@ def freezing(net, input):
     return net.bn(torch.tanh(net.frozen(net.conv(input))))
 
 
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_layer_that_its_model_turns_to_eval_stays_frozen(devices):
-    net = Net(freezing, conv=nn.Conv2d(3, 4, 1), frozen=nn.BatchNorm2d(4), bn=nn.BatchNorm2d(4))
-    plain, parallel = twins(net.double(), devices)
+def probing(net, input):
+    """Trains on features that are computed in inference mode."""
+    with torch.inference_mode():
+        features = net.conv(input)
+    return net.bn(features)
+
+
+@pytest.mark.parametrize("forward", [freezing, probing])
+@pytest.mark.parametrize("devices", device_lists(1, 2, 3))
+def test_layers_that_are_frozen_or_follow_features_of_inference_mode_train_as_on_one_device(devices, forward):
+    net = Net(forward, conv=nn.Conv2d(3, 4, 1), frozen=nn.BatchNorm2d(4), bn=nn.BatchNorm2d(4, affine=False))
+    net.conv.requires_grad_(False)
+    head = nn.Sequential(net, nn.Conv2d(4, 2, 1))
+    plain, parallel = twins(head.double(), devices)
+    data, grad = doubles(6, 3, 4, 3, devices=devices), doubles(6, 2, 4, 3, devices=devices)
+
+    def step(model):
+        output = model(data)
+        output.backward(grad)
+        return [output]
+
     for _ in range(2):
-        assert_same_step(plain.train(), parallel.train(), doubles(6, 3, 4, 3, devices=devices))
-    assert parallel.module.frozen.num_batches_tracked == 0
-    assert parallel.module.bn.num_batches_tracked == 2
-
-
-# Models that do more than one thing in their forward.
-
-
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_losses_computed_in_the_replicas_add_up_to_that_of_the_batch(devices):
-    net = Net(lambda net, input, target: ((net.bn(input) - target) ** 3).sum(), bn=nn.BatchNorm1d(3))
-    plain, parallel = twins(net.double(), devices)
-    data, target = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
-    with pytest.warns(UserWarning, match="all input tensors were scalars"):
-        losses = parallel(data, target)
-    assert losses.shape == (len(devices),)
-    expected = plain(data, target)
-    assert_equal(losses.sum(), expected)
-    losses.sum().backward()
-    expected.backward()
-    assert_same_state(parallel, plain)
+        assert_same_results(plain.train(), parallel.train(), step)
+    assert plain[0].frozen.num_batches_tracked == 0
 
 
 def trains_and_evaluates(net, input):
-    """Calls one layer in both modes in one forward: a batch to learn from, and one to look at."""
-    return torch.cat((net.bn.train()(input), net.bn.eval()(input)), 1)
+    """Calls one layer in both modes in one forward: a batch to learn from, and one to look at; returns a loss, too."""
+    outputs = torch.cat((net.bn.train()(input), net.bn.eval()(input)), 1)
+    return outputs, ((net.bn.train()(input) - 1) ** 3).sum()
 
 
+@pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0, but all input tensors were scalars")
 @pytest.mark.parametrize("devices", device_lists(3))
-def test_call_in_eval_mode_sees_the_buffers_from_before_the_forward_in_all_replicas_but_the_first(devices):
+def test_losses_of_replicas_add_up_and_calls_in_eval_mode_see_the_buffers_from_before_the_forward(devices):
     plain, parallel = twins(Net(trains_and_evaluates, bn=nn.BatchNorm2d(3, momentum=0.3)).double(), devices)
     for _ in range(2):
         before = copy.deepcopy(plain.bn).eval()
         data = doubles(7, 3, 4, 5, devices=devices)
-        with torch.no_grad():
-            expected, output = plain(data), parallel(data)
-            expected[3:, 3:] = before(data[3:])
+        (expected, loss), (output, losses) = plain(data), parallel(data)
+        expected = torch.cat((expected[:, :3], torch.cat((expected[:3, 3:], before(data[3:])))), 1)  # of replica 0 only
         assert_equal(output, expected)
+        assert losses.shape == (len(devices),)
+        assert_equal(losses.sum(), loss)
+        losses.sum().backward()
+        loss.backward()
         assert_same_state(parallel, plain)
 
 
-def strides(net, input):
+def noting_strides(net, input):
     input = input.clone()
     input.register_hook(lambda grad: net.seen.append(("input gradient", grad.shape, grad.stride())))
     output = checkpoint(net.bn, input, use_reentrant=False) if net.checkpoints else net.bn(input)
@@ -221,7 +217,7 @@ def strides(net, input):
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("eps_mode", ["plus", *slow("clamp")])
 def test_channels_last_is_kept_for_a_single_image(devices, eps_mode, checkpoints, dtype, sizes):
-    net = Net(strides, bn=SynchronizedBatchNorm2d(5, eps_mode=eps_mode), checkpoints=checkpoints, seen=[])
+    net = Net(noting_strides, bn=SynchronizedBatchNorm2d(5, eps_mode=eps_mode), checkpoints=checkpoints, seen=[])
     net.to(as_devices(devices)[0], dtype)
     parallel = DataParallelWithCallback(net, devices, timeout=5.0)
     c, h, w = 5, 4, 6
@@ -282,39 +278,61 @@ def test_strides_of_sizes_of_one_change_no_number(devices, size, view):
     net = Net(transposing, bn=norm(6), linear=nn.Linear(6, 4), view=view)
     plain, parallel = twins(net.double(), devices)
     data, grad = doubles(6, size, 6, devices=devices), doubles(6, size, 4, devices=devices)
-    results = []
-    for model, layer in ((plain, plain), (parallel, parallel.module)):
-        input = data.clone().requires_grad_()
-        if model is plain:  # The operator of torch makes wrong sums of such strides, as of 2.13.0: by the formula.
-            rows = input.reshape(-1, 6)
-            var, mean = torch.var_mean(rows, 0, correction=0)
-            normalized = (rows - mean) * (var + plain.bn.eps).rsqrt() * plain.bn.weight + plain.bn.bias
-            output = plain.linear(normalized.view(6, size, 6))
-        else:
-            output = model(input)
-        wanted = [input, layer.bn.weight, layer.bn.bias, layer.linear.weight]
-        results.append([output, *torch.autograd.grad(output, wanted, grad)])
-    for expected, actual in zip(*results, strict=True):
-        assert_equal(actual, expected)
 
-
-def probe(net, input):
-    """Trains on features that are computed in inference mode."""
-    with torch.inference_mode():
-        features = net.backbone(input)
-    return net.head(net.bn(features))
-
-
-@pytest.mark.parametrize("devices", device_lists(1, 2))
-def test_features_of_inference_mode_can_be_normalized(devices):
-    net = Net(probe, backbone=nn.Linear(3, 4), bn=nn.BatchNorm1d(4, affine=False), head=nn.Linear(4, 2))
-    plain, parallel = twins(net.double(), devices)
-    data, grad = doubles(6, 3, devices=devices), doubles(6, 2, devices=devices)
+    def by_rows(net, input):  # The operator of torch makes wrong sums of such strides, as of 2.13.0.
+        rows = input.reshape(-1, 6, *[1] * (data.dim() - 1 + (view == "volumes")))
+        return net.linear(net.bn(rows).view(6, size, 6))
 
     def step(model):
-        output = model(data)
+        input = data.clone().requires_grad_()
+        output = model(input)
         output.backward(grad)
-        return [output]
+        return [output, input.grad]
 
-    for _ in range(2):
-        assert_same_results(plain, parallel, step)
+    plain.function = by_rows
+    assert_same_results(plain, parallel, step)
+
+
+# A run that is resumed from its state dicts computes, bit for bit, what the uninterrupted one does.
+
+
+UNUSUAL = {
+    "usual": 1.0,
+    "infinity": torch.tensor([1.0, torch.inf, 1.0, 1.0, 1.0]).view(-1, 1, 1, 1),
+    "nan": torch.nan,
+    "constant": 0.0,
+    "overflow": 1e30,
+    "large in one replica": torch.tensor([1e4, 1.0, 1.0, 1.0, 1.0]).view(-1, 1, 1, 1),
+}
+
+
+def train(parallel, optimizer, batch, grad):
+    """Train with `batch`, and return all that the step computes. As a gradient scaler does, skip what overflows."""
+    optimizer.zero_grad()
+    input = batch.clone(memory_format=torch.preserve_format).requires_grad_()
+    output = parallel(input)
+    output.backward(grad)
+    grads = [parameter.grad for parameter in parallel.parameters()]
+    if all(bool(grad.isfinite().all()) for grad in grads):
+        optimizer.step()
+    return [output.detach(), input.grad, *grads, *(tensor.clone() for tensor in parallel.state_dict().values())]
+
+
+@pytest.mark.parametrize("kind", ["contiguous", *slow("channels_last")])
+@pytest.mark.parametrize("unusual", first_in_smoke(UNUSUAL))
+def test_run_that_is_resumed_after_an_unusual_batch_is_the_uninterrupted_one(unusual, kind):
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
+    pairs = [(torch.randn(5, 4, 9, 9) + 0.5, torch.randn(5, 6, 7, 7)) for _ in range(4)]
+    pairs[1] = (pairs[1][0] * UNUSUAL[unusual], pairs[1][1])
+    pairs = [[tensor.contiguous(memory_format=FORMATS[kind]) for tensor in pair] for pair in pairs]
+    parallels, file = [twins(model.to(memory_format=FORMATS[kind]), ["cpu"] * 2)[1] for _ in range(2)], io.BytesIO()
+    runs = [(parallel, torch.optim.SGD(parallel.parameters(), 0.1, momentum=0.9)) for parallel in parallels]
+    for pair in pairs[:2]:
+        train(*runs[0], *pair)
+    torch.save([part.state_dict() for part in runs[0]], file)
+    file.seek(0)
+    for part, state in zip(runs[1], torch.load(file), strict=True):
+        part.load_state_dict(state)
+    for pair in pairs[2:]:
+        for expected, actual in zip(train(*runs[0], *pair), train(*runs[1], *pair), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)

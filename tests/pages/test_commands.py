@@ -17,7 +17,7 @@ BENCHMARKS, EXAMPLES = "python docs/benchmarks", "python docs/examples"
 BENCHMARK_PAGES = sorted((ROOT / "docs" / "benchmarks").glob("*/README.md"))
 EXISTING = ROOT / "out" / "existing"  # where the commands of the pages install the older library
 # Twenty mutants of a file, as a page has it, take long; this one dies, whatever the seed chooses.
-MUTANT = "--sample 1 --tests tests/exchange/test_pipes.py --file 'SyncMaster.run_master: `len(rendezvous'"
+MUTANT = "--sample 1 --tests tests/meeting/test_pipes.py --file 'SyncMaster.run_master: `len(rendezvous'"
 
 # What is appended to a command so that it takes seconds: of an option that is given twice, the last one counts.
 # Commands that become equal run once.

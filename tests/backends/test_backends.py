@@ -6,38 +6,36 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists
-from helpers import as_devices, assert_equal, assert_same_parts, assert_same_results, assert_same_step, doubles, twins
+from helpers import (
+    Net,
+    Operators,
+    as_devices,
+    assert_equal,
+    assert_same_parts,
+    assert_same_results,
+    assert_same_step,
+    doubles,
+    twins,
+)
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sync_batchnorm.backends import base
+from sync_batchnorm.backends import base, cpu
 from sync_batchnorm.backends.base import GENERAL, Backend
 
 
-class NoFloat64(TorchDispatchMode):
-    """Refuses what some kinds of devices do not have."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        assert not isinstance(result, torch.Tensor) or result.dtype != torch.float64, func
-        return result
+def refuse_float64(operator, args, result):
+    assert not isinstance(result, torch.Tensor) or result.dtype != torch.float64, operator
 
 
-class WithoutFloat64(nn.Module):
-    """Calls its layer, in the thread of each replica, where there is no float64."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, input):
-        with NoFloat64():
-            return self.bn(input)
+def without_float64(net, input):
+    """Calls its layer, in the thread of each replica, on a device that has no float64, as some kinds of devices."""
+    with Operators(refuse_float64):
+        return net.bn(input)
 
 
 @pytest.mark.parametrize("kernel", ["general"], indirect=True)
 def test_device_without_operators_and_without_float64_normalizes_and_differentiates(kernel, monkeypatch):
-    _, parallel = twins(WithoutFloat64(), ["cpu"] * 3)
+    _, parallel = twins(Net(without_float64, bn=nn.BatchNorm1d(3)), ["cpu"] * 3)
     layer, exact = parallel.module.bn, copy.deepcopy(parallel.module.bn).double()
     data, grad = torch.randn(7, 3, 4), torch.randn(7, 3, 4)
     leaf, input = data.double().requires_grad_(), data.requires_grad_()
@@ -47,7 +45,7 @@ def test_device_without_operators_and_without_float64_normalizes_and_differentia
         if name.startswith(("batch_norm", "native_batch_norm", "native_group_norm")):
             monkeypatch.setattr(torch, name, None)
     output = parallel(input)
-    with NoFloat64():
+    with Operators(refuse_float64):
         output.backward(grad)
     assert_equal(output.double(), expected, "output", tolerance=1e-5)
     assert_equal(input.grad.double(), leaf.grad, "input gradient", tolerance=1e-5)
@@ -72,56 +70,35 @@ def test_output_of_a_contiguous_or_channels_last_input_has_the_strides_of_torch(
     assert formats == {True, False}
 
 
+@pytest.mark.parametrize(("rows", "channels", "pieces"), [(10, 700, 2), (12, 300, 6), (7, 1000, 1), (5, 4096, 1)])
+def test_rows_are_summed_side_by_side_as_far_as_they_fit(rows, channels, pieces):
+    assert cpu._number_of_pieces(rows, channels) == pieces
+
+
 # A new kind of device.
 
 
 class Plain(Backend):
-    """A kind of device that nobody knows: the formulas of batch normalization, with no arithmetic but its own."""
+    """A kind of device that nobody knows, with an arithmetic of its own for the statistics and the outputs."""
 
     def statistics(self, input, eps):
         values = input.transpose(0, 1).flatten(1)
         mean = values.mean(1, keepdim=True)
-        var = (values - mean).square().mean(1)
-        return (mean.view(1, -1), var[None]), None
+        return (mean.view(1, -1), (values - mean).square().mean(1)[None]), None
 
     def normalize(self, calls, batch):
         outputs = []
         for call in calls:
-            input, weight, bias = call.input, call.layer.weight, call.layer.bias
-            mean, invstd = (base.per_channel(vector, input) for vector in batch.mean_invstd[input.device])
-            outputs.append(base.memory_for_output(input).copy_((input - mean) * invstd))
-            if weight is not None:
-                outputs[-1].mul_(base.per_channel(weight, input))
-            if bias is not None:
-                outputs[-1].add_(base.per_channel(bias, input))
+            vectors = [*batch.mean_invstd[call.input.device], call.layer.weight, call.layer.bias]
+            mean, invstd, weight, bias = (v if v is None else base.per_channel(v, call.input) for v in vectors)
+            normalized = (call.input - mean) * invstd * (1 if weight is None else weight) + (
+                0 if bias is None else bias
+            )
+            outputs.append(base.memory_for_output(call.input).copy_(normalized))
         return outputs
-
-    def gradients(self, parts, batch):
-        normalized, of_parameters, sums = [], [], []
-        for part in parts:
-            mean, invstd = (base.per_channel(v, part.input) for v in batch.mean_invstd[part.input.device])
-            x, dy, weight = part.input, part.grad_output, 1 if part.weight is None else part.weight
-            dy = torch.zeros_like(x) if dy is None else dy
-            normalized.append((x - mean) * invstd)
-            pair = [dy.sum(base.reduced_dims(x)), (dy * normalized[-1]).sum(base.reduced_dims(x))]
-            of_parameters.append((pair[1], pair[0]))
-            sums.append(base.move_pair([vector * weight for vector in pair], batch.master_device))
-        totals = batch.totals(sums, base.Workspace()) / batch.elements
-        results = []
-        for part, x, parameters in zip(parts, normalized, of_parameters, strict=True):
-            mean_dy, mean_dy_xmu = (base.per_channel(v, x) for v in totals.to(part.input.device).chunk(2))
-            weight = 1 if part.weight is None else base.per_channel(part.weight, x)
-            dy = torch.zeros_like(x) if part.grad_output is None else part.grad_output * weight
-            invstd = base.per_channel(batch.mean_invstd[part.input.device][1], x)
-            results.append((invstd * (dy - mean_dy - x * mean_dy_xmu), *parameters))
-        return results
 
 
 OPERATIONS = {name for name, operation in vars(Backend).items() if callable(operation) and name[:2] != "__"}
-
-
-def noting(name, operation, called):
-    return lambda *args: called.append(name) or operation(*args)
 
 
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"eps": 0.3, "momentum": None}], ids=str)
@@ -129,7 +106,8 @@ def noting(name, operation, called):
 def test_new_kind_of_device_is_one_class_and_one_row(devices, options, monkeypatch):
     kind, called = Plain(), []
     for name in OPERATIONS:
-        setattr(kind, name, noting(name, getattr(kind, name), called))
+        operation = getattr(kind, name)
+        setattr(kind, name, lambda *args, name=name, operation=operation: called.append(name) or operation(*args))
         if name != "gradients":  # which is that of all kinds where gradients are differentiated
             monkeypatch.setattr(GENERAL, name, None, raising=False)
     monkeypatch.setattr("sync_batchnorm.backends.BACKENDS", {as_devices(devices)[0].type: kind})

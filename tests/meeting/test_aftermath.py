@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from conftest import first_in_smoke
 from forks import forked, let_python_swallow, needs_fork
-from helpers import assert_equal
+from helpers import assert_equal, end_from_outside
 from scripted import WRAPPERS, R, Scripted, TorchStyle, assert_next_forward_is_right, batch, raising, scripted
 from torch import Tensor, nn
 
@@ -30,11 +30,6 @@ from sync_batchnorm import (
 )
 from sync_batchnorm.meeting import Coordinator
 from sync_batchnorm.meeting.errors import ReplicaTimeoutError
-
-
-def _live_tensors() -> int:
-    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
-
 
 FAILURES = {
     "raises": (0, "between", raising(LookupError("the cause"))),
@@ -54,25 +49,27 @@ def _step(parallel: nn.DataParallel) -> None:
 @pytest.mark.parametrize("failure", first_in_smoke(FAILURES))
 @pytest.mark.parametrize("name", ["wrapper", "patched"])
 def test_steps_leave_nothing_behind(name, failure):
+    def numbers() -> tuple[int, int]:
+        objects = gc.get_objects()
+        return len(objects), sum(issubclass(type(thing), Tensor) for thing in objects)
+
     parallel = WRAPPERS[name](scripted(FAILURES[failure]))
     _step(parallel)
     while gc.collect():  # what a compilation of another test left takes several passes
         pass
     gc.disable()
     try:
-        before, objects = _live_tensors(), len(gc.get_objects())
+        objects, tensors = numbers()
         for _ in range(20):
             _step(parallel)
         end = time.monotonic() + 60
-        while len(gc.get_objects()) - objects >= 20 and time.monotonic() < end:  # Threads end a moment later.
+        while numbers()[0] - objects >= 20 and time.monotonic() < end:  # Threads end a moment later.
             time.sleep(0.001)
-        after, more = _live_tensors(), len(gc.get_objects()) - objects
-        unreachable = gc.collect()
+        assert numbers()[1] == tensors
+        assert numbers()[0] - objects < 20
+        assert gc.collect() == 0
     finally:
         gc.enable()
-    assert after == before
-    assert more < 20
-    assert unreachable == 0
 
 
 def _stands_still(model: Scripted, x: Tensor) -> None:
@@ -103,27 +100,6 @@ def test_errors_pickle(kind):
     assert (type(error), str(error)) == (kind, "text")
 
 
-class GivesUp(TorchStyle):
-    """Starts the first replica, which waits for others in vain, and then raises an error, if it has one."""
-
-    error: BaseException | None
-    begun: threading.Event | None = None  # for which it waits before that
-
-    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-        if self.error is None:
-            return super().parallel_apply(replicas, inputs, kwargs)
-        self.thread = threading.Thread(target=self.work, args=(replicas[0], inputs[0]))
-        self.thread.start()
-        if self.begun is not None:
-            self.begun.wait()
-        raise self.error
-
-    def work(self, replica: nn.Module, inputs: Any) -> None:
-        with pytest.raises(ReplicaSyncError, match="in its thread; this replica was stopped"):
-            replica(*inputs)
-        self.released = True
-
-
 def test_interrupt_of_the_caller_is_raised_even_if_a_replica_has_failed():
     class Interrupted(TorchStyle):
         def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
@@ -135,11 +111,33 @@ def test_interrupt_of_the_caller_is_raised_even_if_a_replica_has_failed():
         patch_replication_callback(Interrupted(scripted((1, "before", raising(OSError()))), R))(*batch())
 
 
+class GivesUp(TorchStyle):
+    """Starts the first replica, which waits for others in vain, and then raises an error, if it has one."""
+
+    error: BaseException | None
+    begun = threading.Event()  # which the first replica sets
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        if self.error is None:
+            return super().parallel_apply(replicas, inputs, kwargs)
+        self.thread = threading.Thread(target=self.work, args=(replicas[0], inputs[0]))
+        self.thread.start()
+        self.begun.wait()
+        self.begun.clear()
+        raise self.error
+
+    def work(self, replica: nn.Module, inputs: Any) -> None:
+        with pytest.raises(ReplicaSyncError, match="in its thread; this replica was stopped"):
+            replica(*inputs)
+        self.released = True
+
+
 def test_replica_that_fails_late_leaves_the_next_forward_alone(monkeypatch):
     monkeypatch.setattr("sync_batchnorm.wrapper.run.PATIENCE", 0.01)  # In vain: one replica is later.
     late = threading.Event()
 
     def is_late(model: Scripted, x: Tensor) -> None:
+        GivesUp.begun.set()
         late.wait()
 
     def ends_it(model: Scripted, x: Tensor) -> None:
@@ -160,15 +158,14 @@ def test_replica_that_fails_late_leaves_the_next_forward_alone(monkeypatch):
 
 @pytest.mark.parametrize("error", [TimeoutError("an alarm"), KeyboardInterrupt()])
 def test_error_of_the_caller_reaches_it_once_the_replicas_were_released_and_have_left(monkeypatch, error):
-    begun, aborts, left = threading.Event(), threading.Event(), []
-    abort = Coordinator.abort
+    aborts, left, abort = threading.Event(), [], Coordinator.abort
 
     def abort_patiently(coordinator: Coordinator, error: BaseException, seconds: float) -> None:
         aborts.set()
         abort(coordinator, error, 1000.0)  # much longer than a test may take
 
     def is_busy(model: Scripted, x: Tensor) -> None:
-        begun.set()
+        GivesUp.begun.set()
         aborts.wait()
         try:
             model.stem(x)
@@ -177,7 +174,7 @@ def test_error_of_the_caller_reaches_it_once_the_replicas_were_released_and_have
 
     monkeypatch.setattr(Coordinator, "abort", abort_patiently)
     parallel = patch_replication_callback(GivesUp(scripted((0, "before", is_busy)), R))
-    parallel.error, parallel.begun = error, begun
+    parallel.error = error
     with pytest.raises(type(error)) as caught:
         parallel(*batch())
     assert caught.value is error
@@ -207,21 +204,17 @@ def _seeded_step(parallel: nn.DataParallel, x: Tensor) -> list[Tensor]:
     """Return all that a step gives that begins with the state of the model and a seed that is its own."""
     torch.manual_seed(3)
     output = parallel(x)
-    return [
-        output,
-        parallel.module.left.clone(),
-        torch.rand(3),
-        *torch.autograd.grad(output.sin().sum(), parallel.parameters()),
-    ]
+    gradients = torch.autograd.grad(output.sin().sum(), parallel.parameters())
+    return [output, parallel.module.left.clone(), torch.rand(3), *gradients]
 
 
 @needs_fork
 @pytest.mark.parametrize("error", [TimeoutError("an alarm"), KeyboardInterrupt()])
 def test_exception_in_the_caller_leaves_its_generator_and_the_buffers_alone(error):
-    assert forked(functools.partial(_is_interrupted_while_replicas_draw, error)) == (0, "")
+    assert forked(functools.partial(_interrupt_while_replicas_draw, error)) == (0, "")
 
 
-def _is_interrupted_while_replicas_draw(error: BaseException) -> None:
+def _interrupt_while_replicas_draw(error: BaseException) -> None:
     parallel, x = DataParallelWithCallback(Drops(), ["cpu"] * R), torch.randn(2 * R, 4, dtype=torch.float64)
     expected = _seeded_step(copy.deepcopy(parallel), x)
     aborts, abort = threading.Event(), Coordinator.abort
@@ -253,8 +246,7 @@ def _is_interrupted_while_replicas_draw(error: BaseException) -> None:
     assert left > 0  # by the first replica, before its layer
     parallel.module.left.zero_()
     parallel.module.between = lambda: None
-    for value, other in zip(_seeded_step(parallel, x), expected, strict=True):
-        assert torch.equal(value, other)
+    assert all(map(torch.equal, _seeded_step(parallel, x), expected))
 
 
 def test_caller_starts_and_waits_for_threads_in_no_python_code():
@@ -274,9 +266,12 @@ def test_caller_starts_and_waits_for_threads_in_no_python_code():
 
 @needs_fork
 def test_alarms_at_any_moment_leave_the_next_step_as_it_is():
+    def ring(number: int, frame: Any) -> None:
+        raise TimeoutError("an alarm")
+
     def alarmed() -> None:
         let_python_swallow(TimeoutError)
-        signal.signal(signal.SIGALRM, _raise)
+        signal.signal(signal.SIGALRM, ring)
         x = torch.randn(2 * R, 4, dtype=torch.float64)
         parallel = DataParallelWithCallback(Drops(), ["cpu"] * R)
         expected, interrupted = _seeded_step(copy.deepcopy(parallel), x), 0
@@ -301,8 +296,18 @@ def test_alarms_at_any_moment_leave_the_next_step_as_it_is():
     assert forked(alarmed) == (0, "")
 
 
-def _raise(number: int, frame: Any) -> None:
-    raise TimeoutError("an alarm")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_replica_whose_thread_ends_without_a_word_is_an_error(monkeypatch):
+    def leave(coordinator: Coordinator, number: int, failure: BaseException | None = None) -> None:
+        if isinstance(failure, SystemExit):  # as if it were ended here a second time
+            raise failure
+        tell(coordinator, number, failure)
+
+    tell = Coordinator.leave
+    monkeypatch.setattr(Coordinator, "leave", leave)
+    step = (1, "between", lambda model, x: end_from_outside(threading.current_thread()))
+    with pytest.raises(RuntimeError, match=r"forward\(\) ends, but its thread was ended"):
+        WRAPPERS["wrapper"](scripted(step))(*batch())
 
 
 @needs_fork

@@ -4,6 +4,7 @@ What is given back too early makes wrong numbers, which these tests compare with
 makes a race, which simulated GPUs report. Both mistakes are made on purpose at the end: these tests can fail.
 """
 
+import copy
 import functools
 import gc
 import itertools
@@ -61,98 +62,81 @@ def pair_of(devices, module=None):
     return plain, parallel
 
 
-def leaves(data):
-    return [data.clone().requires_grad_() for _ in range(2)]
-
-
-def assert_same_grads(plain, parallel, ours, theirs):
-    assert_equal(ours.grad, theirs.grad, "input gradient")
-    assert_same_state(parallel, plain)
-
-
 # Who needs memory, keeps it
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)
-@several_gpus
-def test_backward_passes_of_several_forward_passes_may_come_in_any_order(devices, order):
-    plain, parallel = pair_of(devices)
-    steps = []
-    for data in batches(devices, 3):
-        ours, theirs = leaves(data)
-        steps.append((ours, parallel(ours), theirs, plain(theirs)))
-    for i in order:
-        ours, output, theirs, expected = steps[i]
-        grad = torch.randn_like(expected)
-        output.backward(grad)
-        expected.backward(grad)
-        assert_same_grads(plain, parallel, ours, theirs)
+def in_order(*order):
+    def step(model, *inputs):
+        outputs = [model(input) for input in inputs]
+        for i in order:
+            outputs[i].backward(outputs[i].detach().cos())
+        return outputs
+
+    return step
 
 
-@several_gpus
-def test_one_backward_pass_of_two_forward_passes_and_one_that_nobody_wants(devices):
-    plain, parallel = pair_of(devices)
-    first, second, third = batches(devices, 3)
-    (a, b), (c, d) = leaves(first), leaves(second)
-    for net, x, y in ((plain, b, d), (parallel, a, c)):
-        one = net(x)
-        net(third)
-        with torch.no_grad():
-            net(third)
-        (one.sin() * net(y).cos()).sum().backward()
-    assert_same_grads(plain, parallel, a, b)
-    assert_same_grads(plain, parallel, c, d)
+def one_backward_of_two_forwards(model, first, second, unwanted):
+    output = model(first)
+    model(unwanted)
+    with torch.no_grad():
+        model(unwanted)
+    (output.sin() * model(second).cos()).sum().backward()
+    return []
 
 
-@several_gpus
-def test_graph_that_is_retained_has_the_same_gradients_again_after_other_passes(devices):
-    plain, parallel = pair_of(devices)
-    ours, theirs = leaves(batches(devices)[0])
-    output, expected = parallel(ours), plain(theirs)
-    grad = torch.randn_like(expected)
+def retained(model, input, other, _):
+    output = model(input)
     for _ in range(3):
-        output.backward(grad, retain_graph=True)
-        expected.backward(grad, retain_graph=True)
-        assert_same_step(plain, parallel, batches(devices)[0])
-    assert_equal(ours.grad, theirs.grad)
+        output.backward(output.detach().cos(), retain_graph=True)
+        model(other).sin().sum().backward()
+    return [output]
 
 
+def penalized(model, input, other, _):
+    output = model(input)
+    wanted = [input, *getattr(model, "module", model).parameters()]
+    first = torch.autograd.grad(output, wanted, output.detach().cos(), create_graph=True)
+    model(other).sin().sum().backward()
+    return [*first, *torch.autograd.grad(sum(tensor.sin().sum() for tensor in first), [input])]
+
+
+def in_other_modes(model, input, other, _):
+    results = []
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            results.append(model(input.detach()).clone())
+        model(other).sin().sum().backward()
+    output = model(input)
+    with torch.inference_mode():  # where the memory that a backward pass makes is of no use outside
+        output.backward(output.cos(), retain_graph=True)
+    model(other).sin().sum().backward()
+    return results
+
+
+PASSES = {"first to last": in_order(0, 1, 2), "last to first": in_order(2, 1, 0), "middle first": in_order(1, 0, 2)}
+PASSES |= {"one backward": one_backward_of_two_forwards, "retained": retained}
+PASSES |= {"second derivatives": penalized, "modes": in_other_modes}
+
+
+def assert_same_passes(plain, parallel, devices, step):
+    def results(model):
+        inputs = [data.clone().requires_grad_() for data in given]
+        return [*step(model, *inputs), *(input.grad for input in inputs if input.grad is not None)]
+
+    given = batches(devices, 3)
+    assert_same_results(plain, parallel, results)
+
+
+@pytest.mark.parametrize("step", PASSES.values(), ids=PASSES)
 @several_gpus
-def test_second_derivatives_may_be_taken_after_other_passes(devices):
-    plain, parallel = pair_of(devices)
-    data, grad = batches(devices)
-
-    def penalized(model):
-        input = data.clone().requires_grad_()
-        parameters = list(getattr(model, "module", model).parameters())
-        output = model(input)
-        first = torch.autograd.grad(output, [input, *parameters], torch.ones_like(output).cos(), create_graph=True)
-        model(grad)[:, 0].sin().sum().backward()
-        return [*first, *torch.autograd.grad(sum(tensor.sin().sum() for tensor in first), [input])]
-
-    assert_same_results(plain, parallel, penalized)
+def test_passes_in_any_order_and_mode_have_the_results_of_one_gpu(devices, step):
+    assert_same_passes(*pair_of(devices), devices, step)
 
 
 @several_gpus
 def test_checkpoint_recomputes_after_other_passes(devices):
-    net = Net(lambda net, x: checkpoint(net.net, x, use_reentrant=False) if net.again else net.net(x), net=TwoLayers())
-    net.again = True
-    plain, parallel = twins(net.double(), devices)
-    in_kept_memory(parallel, devices)
-    in_kept_memory(plain, devices)
-    plain.load_state_dict(parallel.module.state_dict())
-    ours, theirs = leaves(batches(devices)[0])
-    output, expected = parallel(ours), plain(theirs)
-    for data in batches(devices):
-        parallel(data).sum().backward()
-        plain(data).sum().backward()
-    plain.zero_grad()
-    parallel.zero_grad()
-    grad = torch.randn_like(expected)
-    output.backward(grad)
-    expected.backward(grad)
-    assert_same_grads(plain, parallel, ours, theirs)
-    assert_same_state(parallel, plain)
+    net = Net(lambda net, x: checkpoint(net.net, x, use_reentrant=False), net=TwoLayers())
+    assert_same_passes(*pair_of(devices, net), devices, PASSES["middle first"])
 
 
 @several_gpus
@@ -179,72 +163,38 @@ def test_batched_gradients_are_those_of_single_ones(devices):
             assert_equal(ours[i], theirs)
 
 
-@several_gpus
-def test_modes_of_passes_may_change(devices):
-    plain, parallel = twins(TwoLayers().double(), devices)
-    data, other = batches(devices)
-    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
-        with mode():
-            assert_equal(parallel(data).clone(), plain(data).clone())
-        assert_same_step(plain, parallel, other)
-    ours, theirs = leaves(data)
-    output, expected = parallel(ours), plain(theirs)
-    with torch.inference_mode():  # where the memory that a backward pass makes is of no use outside
-        torch.autograd.backward(output, expected.cos(), retain_graph=True)
-        torch.autograd.backward(expected, expected.cos(), retain_graph=True)
-    assert_same_step(plain, parallel, other)
-
-
 # What goes wrong
-
-
-def between(net, input):
-    """Do something between two layers."""
-    middle = net.first(input)
-    net.do(input)
-    return net.second(torch.tanh(middle))
 
 
 @several_gpus
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_pass_after_one_that_failed_in_the_middle_is_right(devices, error):
-    net = Net(between, first=nn.BatchNorm2d(3), second=nn.BatchNorm2d(3), do=lambda input: None)
-    plain, parallel = pair_of(devices, net)
-    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-
-    def fail(input):
-        if input.device.index == 1:
+    def fail(net, input):
+        if net.fails and input.device.index == 1:
             raise error
+        return input
 
+    middle = Net(fail, fails=False)
+    plain, parallel = pair_of(devices, nn.Sequential(nn.BatchNorm2d(3), middle, nn.Tanh(), nn.BatchNorm2d(3)))
     for _ in range(3):
-        parallel.module.do = fail
+        parallel.module[1].fails = True
         with pytest.raises(error):
             parallel(batches(devices)[0])
-        parallel.module.do = lambda input: None
-        parallel.module.load_state_dict(state)
-        plain.load_state_dict(state)
+        parallel.module[1].fails = False
+        parallel.module.load_state_dict(plain.state_dict())
         assert_same_step(plain, parallel, batches(devices)[0])
-
-
-def stateless(net, input):
-    return torch.tanh(net.bn(input))
 
 
 @pytest.mark.parametrize("wrappers", [1, 2])
 @several_gpus
 def test_passes_in_two_threads_are_right(devices, wrappers):
-    net = Net(stateless, bn=nn.BatchNorm2d(3, affine=False, track_running_stats=False))
+    net = nn.Sequential(nn.BatchNorm2d(3, affine=False, track_running_stats=False), nn.Tanh())
     pairs = [pair_of(devices, net) for _ in range(wrappers)] * (3 - wrappers)
 
     def train(i):
-        plain, parallel = pairs[i]
         for _ in range(20):
-            ours, theirs = leaves(data[i])
-            parallel(ours).sin().sum().backward()
-            plain(theirs).sin().sum().backward()
-            assert_equal(ours.grad, theirs.grad)
+            assert_same_passes(*pairs[i], devices, in_order(1))
 
-    data = batches(devices)
     in_threads(functools.partial(train, 0), functools.partial(train, 1))
 
 
@@ -282,53 +232,39 @@ def widths_of_resnet50():
     return [64, *itertools.chain(*([n, n, 4 * n] * blocks + [4 * n] for n, blocks in stages.items()))]
 
 
-class Widths(nn.Module):
-    """Layers of some widths, each on a part of the input."""
-
-    def __init__(self, widths):
-        super().__init__()
-        self.layers = nn.ModuleList(map(nn.BatchNorm1d, widths))
-
-    def forward(self, input):
-        return sum(layer(input[:, : layer.num_features] * 1).sum(1) for layer in self.layers)
-
-
-def bytes_on_first_and_in_all(parallel):
+def kept_bytes(parallel):
     tensors = []
     for workspace in itertools.chain(*[pool.workspaces.values() for pool in workspaces._pools[parallel].values()]):
         tensors += [value for value in vars(workspace).values() if isinstance(value, torch.Tensor)]
         tensors += getattr(workspace, "_copies", [])
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values()
-    sizes = [(storage.device.index, storage.nbytes()) for storage in storages]
-    return sum(size for index, size in sizes if index == 0), sum(size for _, size in sizes)
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 @pytest.mark.skipif(CUDA_COUNT < 8, reason="needs eight GPUs")
 def test_page_has_the_bytes_of_resnet50_on_eight_gpus():
-    parallel = DataParallelWithCallback(convert_model(Widths(widths_of_resnet50())).cuda(), list(range(8)))
+    def on_slices(net, input):
+        return sum(layer(input[:, : layer.num_features] * 1).sum(1) for layer in net.layers)
+
+    layers = nn.ModuleList(map(nn.BatchNorm1d, widths_of_resnet50()))
+    parallel = DataParallelWithCallback(convert_model(Net(on_slices, layers=layers)).cuda(), list(range(8)))
     for _ in range(2):
         parallel(torch.randn(16, 2048, device="cuda", requires_grad=True)).sum().backward()
-    first, total = (f"{number / 1e6:.1f} MB" for number in bytes_on_first_and_in_all(parallel))
     page = Path(__file__).parents[2] / "docs" / "how-it-works.md"
     words = " ".join(page.read_text(encoding="utf-8").split())
-    assert f"for ResNet-50 on eight GPUs {total} in all, of which {first} are on the first" in words
+    assert f"for ResNet-50 on eight GPUs {kept_bytes(parallel) / 1e6:.1f} MB in all" in words
 
 
 @needs_two_gpus
 def test_memory_ends_with_the_wrapper_and_with_the_graphs_that_need_it(alive):
-    plain, parallel = twins(TwoLayers().double(), [0, 1])
-    other = DataParallelWithCallback(parallel.module, [0, 1])
+    plain, parallel = pair_of([0, 1])
+    other = DataParallelWithCallback(copy.deepcopy(parallel.module), [0, 1])
     in_kept_memory(other, [0])
-    of_other = len(alive)
-    in_kept_memory(parallel, [0])
-    ours, theirs = leaves(batches([0])[0])
-    other.load_state_dict(parallel.state_dict())
-    plain.load_state_dict(parallel.module.state_dict())
+    of_one, data = len(alive) // 2, batches([0])[0]
+    ours, theirs = (data.clone().requires_grad_() for _ in range(2))
     output, expected = parallel(ours), plain(theirs)
-    assert len(alive) > of_other
     del parallel
     gc.collect()
-    assert len(alive) == of_other + 2  # those of the graph
+    assert len(alive) == of_one + 2  # those of the graph
     assert len(workspaces._pools) == 1
     grad = torch.randn_like(expected)
     output.backward(grad)
@@ -336,7 +272,7 @@ def test_memory_ends_with_the_wrapper_and_with_the_graphs_that_need_it(alive):
     assert_equal(ours.grad, theirs.grad)
     del output
     gc.collect()
-    assert len(alive) == of_other
+    assert len(alive) == of_one
     del other
     gc.collect()
     assert not alive
@@ -386,23 +322,15 @@ def test_nothing_is_kept_for_one_device(devices, alive):
 
 
 @needs_two_gpus
-@pytest.mark.parametrize(
-    "passes",
-    [
-        test_backward_passes_of_several_forward_passes_may_come_in_any_order,
-        test_graph_that_is_retained_has_the_same_gradients_again_after_other_passes,
-    ],
-    ids=["several", "retained"],
-)
-def test_memory_that_is_given_back_too_early_is_noticed(passes, monkeypatch):
+@pytest.mark.parametrize("step", ["first to last", "retained"])
+def test_memory_that_is_given_back_too_early_is_noticed(step, monkeypatch):
     def take_for_a_moment(pool, lease):
         return take(pool, Workspace())  # which ends here, and the lease does not
 
     take = WorkspacePool.take
     monkeypatch.setattr(WorkspacePool, "take", take_for_a_moment)
-    order = {"order": (0, 1, 2)} if "several" in passes.__name__ else {}
-    with pytest.raises(AssertionError, match="gradient"):
-        passes([0, 1], **order)
+    with pytest.raises(AssertionError, match="result"):
+        assert_same_passes(*twins(TwoLayers().double(), [0, 1]), [0, 1], PASSES[step])
 
 
 @needs_two_gpus
