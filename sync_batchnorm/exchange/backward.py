@@ -98,16 +98,15 @@ class Saved:
                 self.kept = _save(graph_source(), (self.kept, self._weight))
             self._weight = None  # The hooks decide whether it is kept.
 
-    def wants_input(self) -> bool:
-        """Return whether the running backward pass needs the gradient of the input."""
-        return self.needs_input and will_execute(self.input_node)
-
-    def is_read(self, grad_output: Tensor | None) -> bool:
-        """Return whether the running backward pass needs input and weight; `grad_output` is that of this replica."""
+    def read(self, grad_output: Tensor | None) -> BackwardInput | None:
+        """Return the input of this replica's backward pass, or None if the running backward pass does not need it."""
+        wants_input = self.needs_input and will_execute(self.input_node)
         # Gradients of gradients need the inputs of all replicas.
-        return grad_output is not None or self.wants_input() or torch.is_grad_enabled()
+        if grad_output is None and not wants_input and not torch.is_grad_enabled():
+            return None
+        return BackwardInput(grad_output, *self._unpack(), wants_input)
 
-    def unpack(self) -> InputAndWeight:
+    def _unpack(self) -> InputAndWeight:
         """Return input and weight. Raise an error if they were dropped or have changed in place."""
         if self.has_hooks and (unpacked := self.unpacked.pop(graph_task_id(), None)):
             return unpacked
@@ -226,8 +225,10 @@ class _Unpack(torch.autograd.Function):
     @uncompiled  # by compiled autograd
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved
-        if saved is not None and saved.has_hooks and saved.is_read(grad_outputs[0]):
-            saved.unpacked[graph_task_id()] = on_default_streams((saved.device,), (), saved.unpack)
+        if saved is not None and saved.has_hooks:
+            read = on_default_streams((saved.device,), (), saved.read, grad_outputs[0])
+            if read is not None:
+                saved.unpacked[graph_task_id()] = read.input, read.weight
         return None, *grad_outputs
 
 
@@ -240,8 +241,8 @@ def _gradients(
     """Return the gradients of input, weight and bias of the first replica, of the second one, and so on."""
     inputs: dict[Saved, BackwardInput] = {}
     for saved, grad_output in zip(all_saved, grad_outputs, strict=True):
-        if saved.is_read(grad_output):
-            inputs[saved] = BackwardInput(grad_output, *saved.unpack(), saved.wants_input())
+        if (read := saved.read(grad_output)) is not None:
+            inputs[saved] = read
     backend = GENERAL if torch.is_grad_enabled() else batch.backend
     computed = dict(zip(inputs, backend.gradients(list(inputs.values()), batch), strict=True))
     if not retains_graph():

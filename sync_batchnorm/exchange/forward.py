@@ -56,7 +56,7 @@ def sync_batch_norm(input: Tensor, layer: LayerArguments, connection: Connection
         if input.is_inference():
             input = input.clone()  # Inference tensors cannot be saved for a backward pass.
         elif input.is_leaf and input.requires_grad:
-            input = input[...]  # `Saved.wants_input` needs a grad_fn, and a leaf has none.
+            input = input[...]  # `Saved.read` needs a grad_fn, and a leaf has none.
         has_hooks = saved_tensors_hooks(True) is not None
         saved = Saved(input, layer, has_hooks)
     set_grad_enabled(False)  # `torch.no_grad` takes ten times as long.
