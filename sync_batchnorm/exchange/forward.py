@@ -104,15 +104,15 @@ def _exchange(
         statistics = move_pair(statistics, master_device, connection.pools)
     call = ReplicaCall(input, layer, connection, backend, kind, statistics, elements, memory)
     if connection.pipe is None:
-        ((_, (_, _, output)),) = merge_replicas([(0, (call, saved))], peers)
+        ((_, (output, _)),) = merge_replicas([(0, (call, saved))], peers)
         return output
     if graph_task_id() != -1:  # inside a backward pass
         return recompute(call, saved)
     if saved is not None and saved.has_hooks:
         saved.pack()
-    batch, gathered, output = connection.pipe.run((call, saved))
-    if saved is None or saved.has_hooks:  # A checkpoint, which has hooks or runs without a graph, may repeat this call.
-        is_constant = saved is not None and not output.requires_grad
+    output, merged = connection.pipe.run((call, saved))
+    if merged is not None:
+        is_constant, (batch, gathered) = saved is not None and not output.requires_grad, merged
         connection.remembered.append(RememberedCall(statistics, elements, batch, gathered, is_constant))
     return output  # type: ignore[no-any-return]
 
@@ -159,8 +159,11 @@ def merge_replicas(
     if first.connection.pipe is None and saved_of_first is not None and saved_of_first.has_hooks:
         saved_of_first.pack()  # With other replicas, each packs before it sends.
     normalized = first.backend.normalize(calls, batch)
-    gathered = statistics, counts, total
-    answers = [(batch, gathered, output) for output in connect_to_graph(sent, normalized, batch)]
+    merged = batch, (statistics, counts, total)
+    # A checkpoint may repeat a call with hooks or without a graph. Other replicas would keep the messages of all alive.
+    may_repeat = [saved is None or saved.has_hooks for _, saved in sent]
+    outputs = connect_to_graph(sent, normalized, batch)
+    answers = [(output, merged if repeats else None) for output, repeats in zip(outputs, may_repeat, strict=True)]
     return list(zip(identifiers, answers, strict=True))
 
 

@@ -26,7 +26,8 @@ from ..backends.workspaces import Pair, WorkspacePools
 __all__: list[str] = []
 
 GatheredStatistics = tuple[Sequence[Pair], Counts, int | Tensor]  # of all replicas; their counts; the sum of these
-Answer = tuple[BatchStatistics, GatheredStatistics, Tensor]  # to one replica; the last item is its output
+Merged = tuple[BatchStatistics, GatheredStatistics]  # the batch statistics, and the statistics they are computed from
+Answer = tuple[Tensor, Merged | None]  # the output of one replica; the merged statistics if a checkpoint may need them
 
 
 @dataclass(slots=True, eq=False)

@@ -228,16 +228,16 @@ class Coordinator:
                     "layers in the thread that runs forward"
                 )
                 self._raise_broken(record)
-            members, messages = rendezvous.members, rendezvous.messages
-            messages[identifier] = message
+            # No variable refers to all messages: it would keep all tensors in them alive until this replica wakes up.
+            rendezvous.messages[identifier] = message
             self._waiting.append(record)
-            record.waits_in = rendezvous
-            if len(messages) == len(members):  # Wake the master.
-                in_order = list(zip(members, map(messages.get, members), strict=True))
-                self._deliver(self._records[members[MASTER]], in_order)
-            elif self._one_has_ended or len(self._waiting) != len(
-                messages
-            ):  # Otherwise all waiting replicas wait here.
+            record.waits_in, number_of_messages = rendezvous, len(rendezvous.messages)
+            if number_of_messages == len(rendezvous.members):  # Wake the master.
+                self._deliver(
+                    self._records[rendezvous.members[MASTER]],
+                    list(zip(rendezvous.members, map(rendezvous.messages.get, rendezvous.members), strict=True)),
+                )
+            elif self._one_has_ended or len(self._waiting) != number_of_messages:  # Otherwise all that wait do so here.
                 self._break_on_deadlock(record, rendezvous)
             if self._turns is not None:
                 self._turns.pass_on(record)
