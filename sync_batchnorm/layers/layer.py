@@ -188,7 +188,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if self.__dict__.keys().isdisjoint(names):
             try:
                 return list(map(registered.__getitem__, names))
-            except KeyError:  # One of the attributes is computed when it is read, as by a parametrization.
+            except KeyError:  # A parametrized attribute is not registered, but computed at each access.
                 pass
         return [getattr(self, name) for name in names]
 

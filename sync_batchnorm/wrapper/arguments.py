@@ -108,8 +108,8 @@ class Arguments:
         if not self._inputs and not self._kwargs:
             return (), ()
         if self._most > 1:
-            # Use only as many devices as there are chunks of rows. If an argument holds no tensors, torch would use all
-            # devices, and the replicas beyond the chunks would lack their other arguments.
+            # If there are fewer chunks of rows than devices, leave the last devices unused. If any argument holds no
+            # tensors, torch would call replicas on these devices, too, and they would lack their other arguments.
             devices = devices[: len(self.sizes)]
         if len(devices) == 1 and self._are_on(devices[0]):
             return (self._inputs,), (self._kwargs,)
@@ -168,7 +168,7 @@ class Arguments:
     def describe_split(self) -> str:
         """Return a text for the note of an error: into how many rows the wrapper split each tensor of the arguments.
 
-        Tensors with a dimension in `in_dims` are left out. If no other tensors were split, the text is empty.
+        The text leaves out tensors with a dimension in `in_dims`. It is empty if no other tensors were split.
         """
         cut: list[str] = []
         for leaf, dim in zip(self.tree.leaves, self.dims, strict=True):

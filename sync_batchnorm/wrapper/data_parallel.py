@@ -216,8 +216,8 @@ class _ReplicationMixin(DataParallel[Any]):
         describe_split = _default_steps_run.get({}).get((self, "scatter"), str)
         outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [describe_split(), look.note()])))
         look.warn()
-        # Warn about plain layers if no synchronized layer exchanged in this forward pass. Leave out replicas that the
-        # user made (`original is replica`), because another coordinator may connect their layers.
+        # Warn about plain batch norms if no synchronized layer exchanged in this forward pass. But if the user made the
+        # replicas (`original is replica`), do not warn, because another coordinator may connect their layers.
         if not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica:
             layers: Any = [it for it in runs[0].replica.modules() if vars(it).get("_sync_connection") is not None]
             if any([layer.training and layer.group_size != 1 for layer in layers]):

@@ -244,12 +244,12 @@ class ParameterChanges:
 
 
 def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> bool:
-    """Return whether two turns of replicas changed the same element of a parameter.
+    """Return whether an element of a parameter changed in two turns. In a turn, one replica runs on the shared device.
 
     `before` is a copy of the parameter from before the forward pass, and `first` a copy from after the first turn that
     changed the parameter. `last` is its final value. Rounding differences between `first` and `last` do not count.
     """
-    if first is None:  # The parameter changed in no turn of a replica, or in the last turn only.
+    if first is None:  # At most the last turn of a replica changed the parameter.
         return False
     # If a turn normalizes a row again, as an embedding with `max_norm` does, rounding changes the elements of the row
     # by less than this relative difference.

@@ -202,9 +202,8 @@ def _broadcast_by_node(devices: Devices, originals: Tensors, broadcast: Callable
     A single autograd node broadcasts all tensors, except tensors with hooks or with a `grad_fn`.
     """
     copies: list[Tensors] = [{} for _ in devices]
-    # Autograd calls the hooks of all inputs of a node, even of an input that gets no gradient. Without replicas, it
-    # would not call the hooks of such a tensor. So a tensor with hooks, or with a `grad_fn`, gets a broadcast node of
-    # its own.
+    # Autograd calls the hooks of each input of a node, even if no gradient arrives for this input. Without replicas, it
+    # would not call these hooks. So a tensor with hooks, or with a `grad_fn`, gets a broadcast node of its own.
     groups: dict[int, Tensors] = {}
     for key, tensor in originals.items():
         groups.setdefault(key if has_hooks(tensor) or tensor.grad_fn is not None else 0, {})[key] = tensor
