@@ -2,9 +2,10 @@
 
 This folder is the whole distribution `synchronized-batchnorm`. A copy of it keeps the file LICENSE (MIT).
 
-NOTE [without the interpreter lock]: Nothing here relies on the lock of the interpreter; free-threaded Python has none.
+NOTE [without the interpreter lock]: Free-threaded Python does not have the global interpreter lock (GIL), so this
+library never relies on the GIL to protect its state.
 
-Two threads may share four kinds of state. Each is guarded in its own way:
+Two threads may share four kinds of state. Each kind is guarded in its own way:
 
 - The records of a forward pass, and the states of random generators: by a lock, in the `Coordinator` and in
   `random_states.py`.
@@ -15,20 +16,22 @@ Two threads may share four kinds of state. Each is guarded in its own way:
 - The tables of the process: by single operations, with `setdefault` where only one thread may win. Two threads may
   compute the same entry, and either is right. The page "How it works" lists all tables.
 
-Two things belong to the process and cannot be guarded here. The first is the garbage collector: a thread enables it
-again only if it disabled it itself. The second is the frames of other threads: `Record.stack` reads them for the error
-of a timeout, and Python 3.13 without the lock does not promise that this is safe.
+Two resources belong to the whole process, and this library cannot guard them with a lock. The first is the garbage
+collector: a thread enables the collector again only if the same thread disabled it. The second is the stack frames of
+other threads. `Record.stack` reads these frames for the text of a timeout error, although Python 3.13 without the GIL
+does not promise that this is safe.
 
-Free-threaded Python counts references by thread, even if it runs with the lock. If a replica drops an object of the
-caller's thread, the object is freed when the caller's thread runs next, at most a second later (`_run_threads`).
+Free-threaded Python counts references by thread, even if it runs with the GIL. If a replica's thread drops the last
+reference to an object of the caller's thread, the object is not freed at once. It is freed when the caller's thread
+runs next, at most a second later (`_run_threads`).
 """
 
 import sys
 
 __version__ = "2.5.0"
 
-# A copy of this folder on the path is imported without the version checks of pip. So these checks come first: the
-# other imports would fail with less clear errors. Python 3.6 can still parse this file.
+# Check the versions of Python and torch before all other imports, which would fail with less clear errors. Pip checks
+# the versions too, but users may copy this folder without pip. Python 3.6 can still parse this file.
 if sys.version_info < (3, 11):  # noqa: UP036
     raise ImportError(
         f"expected Python 3.11 or newer for sync_batchnorm {__version__}, but got Python {sys.version.split()[0]} "

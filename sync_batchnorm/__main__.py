@@ -1,6 +1,6 @@
-"""Check this machine, ``python -m sync_batchnorm``: versions, devices, and parity of layers with one device.
+"""The command ``python -m sync_batchnorm``: print versions and devices, and check that replicas compute as one device.
 
-The exit status is 0 if all checks pass, 1 if one fails or hangs, 2 for bad arguments.
+The exit status of the command is 0 if all checks pass, 1 if a check fails or hangs, and 2 for bad arguments.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from . import DataParallelWithCallback, __version__, convert_model
 __all__: list[str] = []
 
 BUDGET = 25.0  # seconds for all checks; the command promises its report within 30
-TIMEOUT = 5.0  # seconds of a wait for other replicas; far more than any of them needs
-# Largest differences, relative to the largest value. They allow any order of summation. Without synchronization, the
-# difference is more than 0.1.
+TIMEOUT = 5.0  # how many seconds a replica waits for the other replicas; a working machine needs far less
+# The largest allowed difference between replicas and one device, by dtype, relative to the largest value. Another order
+# of summation stays below these limits. Without synchronization, the difference is more than 0.1.
 TOLERANCES = {"float32": 1e-4, "float64": 1e-10}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Parse the command line, run all checks, and return the exit status of the command."""
     gpus = [str(index) for index in range(torch.cuda.device_count())]
     default = ",".join(gpus if len(gpus) > 1 else (gpus or ["cpu"]) * 2)  # A single replica has no peer.
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description="Check this machine, in 30 seconds.")
@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--devices", type=parse_devices, default=default, help="for example 0,1 or cpu,cpu (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
-    # A copy between two faulty GPUs may never return, and then no Python code runs any more.
+    # A copy between two faulty GPUs may never return, and then no Python code runs any more. So a watchdog thread in C
+    # ends the process after `BUDGET` seconds.
     faulthandler.dump_traceback_later(BUDGET, exit=True, file=2)
     try:
         return check(options.devices)
@@ -46,12 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_devices(text: str) -> list[str]:
-    """Parse a comma-separated list of devices, and return their names."""
+    """Parse a comma-separated list of devices, such as ``0,1`` or ``cpu,cpu``, and return the names of the devices."""
     count = torch.cuda.device_count()
     names = [f"cuda:{name}" if name.isdecimal() else name for name in text.replace(" ", "").split(",")]
     try:
         devices = [torch.device(name) for name in names]
-    except RuntimeError:  # One of the names is not a device.
+    except RuntimeError:  # One of the names in the list is not the name of a device.
         devices = []
     wrong = any(device.type == "cuda" and (device.index or 0) >= count for device in devices)
     if wrong or len(devices) < 2 or len({device.type for device in devices}) > 1:
@@ -63,7 +64,7 @@ def parse_devices(text: str) -> list[str]:
 
 
 def check(devices: Sequence[str]) -> int:
-    """Run all checks, print the report, and return the exit status."""
+    """Run all checks on `devices`, print the report, and return the exit status: 0 if all checks passed, else 1."""
     begin, all_right, say = monotonic(), True, partial(print, flush=True)
     facts = {
         "sync_batchnorm": __version__,
@@ -89,9 +90,10 @@ def check(devices: Sequence[str]) -> int:
 
 
 def check_parity(devices: Sequence[str], dtype: str) -> str:
-    """Compare two steps on `devices`, in chunks of unequal size, with `torch.nn.BatchNorm2d` on the first device.
+    """Train a small model for two steps on `devices`, and for the same steps on the first device; compare the results.
 
-    Return the largest difference, as text; raise a `RuntimeError` if it is above the tolerance.
+    Return a text with the largest difference between the two runs. Raise a `RuntimeError` if this difference is above
+    the tolerance.
     """
     torch.manual_seed(0)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": devices[0]}
@@ -101,13 +103,15 @@ def check_parity(devices: Sequence[str], dtype: str) -> str:
     parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), devices, timeout=TIMEOUT)
     errors = []
     for _ in range(2):
-        # One chunk for each device; the last one is smaller than the others. The gradient has a mean near zero:
-        # otherwise the rounding error of its sums would come near the tolerance.
+        # The batch is split into one chunk for each device, and the last chunk is smaller than the others. `grad` is
+        # the gradient of the output. Its mean is near zero, because the rounding error of large sums would come near
+        # the tolerance.
         input, grad = torch.randn(2, 2 * len(devices) - 1, 16, 9, 9, **options)
         in_replicas, on_one_device = step(parallel, 5 + 3 * input, grad), step(plain, 5 + 3 * input, grad)
         for actual, expected in zip(in_replicas, on_one_device, strict=True):
             errors.append((actual - expected).abs().max() / expected.abs().max().clamp(min=1.0))
-    largest = float(torch.stack(errors).max())  # NaN if one of them is NaN, unlike Python's `max`
+    # The maximum is NaN if any of the errors is NaN. Python's `max` could hide a NaN.
+    largest = float(torch.stack(errors).max())
     result = f"largest difference {largest:.1e}, allowed {TOLERANCES[dtype]:.0e}"
     if not largest <= TOLERANCES[dtype]:
         raise RuntimeError(result)
@@ -115,7 +119,7 @@ def check_parity(devices: Sequence[str], dtype: str) -> str:
 
 
 def step(net: nn.Module, input: Tensor, grad: Tensor) -> list[Tensor]:
-    """Run a forward and a backward pass; return output, gradients and buffers, on the CPU in float64."""
+    """Run a forward and a backward pass of `net`; return its output, gradients and buffers on the CPU, in float64."""
     output = net(input.requires_grad_())
     output.backward(grad)
     gradients: list[Any] = [tensor.grad for tensor in (input, *net.parameters())]

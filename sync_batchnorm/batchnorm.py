@@ -1,4 +1,4 @@
-"""Names for older code, and for pickles of the older library that import them from this file."""
+"""Import the public names of `layers/`, for older code and older pickles that import these names from this file."""
 
 from .layers.assertion import *  # noqa: F403
 from .layers.conversion import *  # noqa: F403

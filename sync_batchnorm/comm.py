@@ -1,4 +1,4 @@
-"""Names for older code, and for pickles of a `SyncMaster` that import them from this file."""
+"""Import the public names of `meeting/`, for older code and older pickles that import these names from this file."""
 
 from .meeting import ReplicaSyncError as ReplicaSyncError
 from .meeting import SlavePipe as SlavePipe

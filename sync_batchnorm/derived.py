@@ -1,8 +1,8 @@
-"""Derive picklable classes at run time, each from a user's class and a class of this library.
+"""Derive picklable classes at run time. Each class has two bases: a user's class and a class of this library.
 
-A pickle stores the name of a class, and imports the class by that name. A class derived at run time has no such name.
-So a pickle of its instance stores the names of the two bases and calls `derive_again`, which derives the class once
-more.
+A pickle stores the class of an object by name, and loading the pickle imports this name. Classes derived at run time
+cannot be imported by name. So the pickle of such an object stores the names of the two bases, and a call of
+`derive_again`. When the pickle is loaded, this call derives the class from the two bases again.
 """
 
 import functools
@@ -15,13 +15,17 @@ __all__: list[str] = []
 
 
 class DynamicSubclass(nn.Module):
-    """Base of all classes derived at run time. A pickle names the user's class and `derive_again`."""
+    """The base of all classes derived at run time.
+
+    The pickle of an object of such a class names the user's class and the function `derive_again`. It does not name the
+    derived class, because Python could not import this class.
+    """
 
     _sync_original: type[nn.Module]  # the user's class
     _sync_base: type[nn.Module]  # the class of this library
 
     def __init_subclass__(cls) -> None:
-        pass  # The method of the user's class may register subclasses.
+        pass  # Do not call `__init_subclass__` of the user's class: it may register each subclass by name.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = tuple(super().__reduce_ex__(protocol))  # (function, its arguments), and maybe the state
@@ -30,9 +34,11 @@ class DynamicSubclass(nn.Module):
 
 
 def derive_again(original: Any, base: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Rebuild a module from a pickle: call `function`, and derive the class again if it returned the original class.
+    """Rebuild a module from its pickle, if the class of the module was derived at run time; return the module.
 
-    Pickles hold this function by its name.
+    The pickle stores `function` and its arguments, and a call of `function` makes the module. If the module is of the
+    user's class (`original`), this class is replaced by the class that is derived from `original` and `base`. Pickles
+    refer to `derive_again` by name, so do not rename it.
     """
     module = function(*args)
     if type(module) is original:
@@ -42,7 +48,10 @@ def derive_again(original: Any, base: Any, function: Callable[..., Any], *args: 
 
 @functools.lru_cache(maxsize=256)
 def derived_class(original: Any, base: Any) -> Any:
-    """Derive a class from `base` and `original`, with the constructor of `original`; return it."""
+    """Return a class derived from `base`, a class of this library, and `original`, the user's class.
+
+    The derived class keeps the constructor of `original`.
+    """
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         return derive_again(original, base, super(DynamicSubclass, self).__deepcopy__, memo)

@@ -1,4 +1,7 @@
-"""Names for older code, and for whole models pickled by 2.0 and 2.1 that import them from this file."""
+"""Import the public names of `wrapper/`, for older code and for models pickled by versions 2.0 and 2.1.
+
+Both import these names from this file.
+"""
 
 from torch.nn.parallel import DataParallel as DataParallel
 

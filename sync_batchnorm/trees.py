@@ -1,10 +1,11 @@
-"""Flatten nested arguments and outputs into leaves with their paths, and rebuild them with other leaves.
+"""Flatten the nested arguments or outputs of a model into leaves with paths, and rebuild them with other leaves.
 
-The nodes of a tree are lists, tuples, mappings and dataclasses; everything else is a leaf:
+The inner nodes of such a tree are lists, tuples, mappings and dataclasses. Every other object is a leaf:
 
     {"images": x, "boxes": [b0, b1]}    leaves: x at ['images'], b0 at ['boxes'][0], b1 at ['boxes'][1]
 
-A dataclass or a mapping class of the user's is a leaf if it holds no tensors: replicas share an object of settings.
+An instance of a user's dataclass or mapping class counts as a leaf if it holds no tensors. An example is an object with
+settings of the model: all replicas share it.
 """
 
 import copy
@@ -22,58 +23,75 @@ from torch.nn.utils.rnn import PackedSequence
 
 __all__: list[str] = []
 
-# The user's, for a tree: an int, None (each replica gets the whole), or a dict, list or tuple for its children.
+# The value of `in_dims` or `out_dims` for a tree: an int, the dimension of samples; None, if each replica gets the
+# whole tree; or a dict, list or tuple with such a value for each child of the tree.
 Dims = Any
-UNSPECIFIED: Any = "unspecified"  # in place of a dimension: the user named none
-Path = tuple[Any, ...]  # the name of a tree, then keys, indices and fields down to a node
+UNSPECIFIED: Any = "unspecified"  # stands in place of a dimension if the user named no dimension for a leaf
+# The path to a node of a tree: the name of the tree, then the keys, indices and fields from the root down to the node.
+Path = tuple[Any, ...]
 
-# Classes without tensors, and containers that every tree splits into children.
+# Classes of leaves that cannot hold tensors.
 _ATOMS = {NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-_PLAIN = (list, tuple, dict)
+_PLAIN = (list, tuple, dict)  # The containers of Python. Their entries are the children of a node in a tree.
 _OTHER_STRUCTURE = ", or call a second wrapper of the module where it returns something else, as in eval mode"
 
 
 class Index(int):
-    """The index of an entry, in a path."""
+    """The index of a list or tuple entry, as one part of the path to a leaf."""
 
 
 class Field(str):
-    """The name of a field, in a path."""
+    """The name of a dataclass field, as one part of the path to a leaf."""
 
 
 def format_path(path: Path) -> str:
-    """Format a path as a Python expression, such as ``batch['boxes'][0].shape``."""
+    """Format the path to a leaf as a Python expression, such as ``batch['boxes'][0].shape``."""
     return f"{path[0]}" + "".join([f".{key}" if isinstance(key, Field) else f"[{key!r}]" for key in path[1:]])
 
 
 def format_dims(option: str, path: Path, dims: Dims) -> str:
-    """Format the value of `in_dims` or `out_dims` for one path, such as ``in_dims={'batch': {'boxes': 0}}``."""
+    """Format the option `in_dims` or `out_dims` for the leaf at `path`, such as ``in_dims={'batch': {'boxes': 0}}``."""
     return f"{option}={functools.reduce(lambda inner, key: {key: inner}, reversed(path), dims)}"
 
 
 def is_sequence_type(kind: type) -> bool:
-    """Return whether instances may hold one entry per sample: lists and tuples, except named tuples and shapes."""
+    """Return whether instances of a class may hold one entry for each sample of a batch.
+
+    True for lists and tuples and their subclasses, but not for named tuples and `torch.Size`.
+    """
     return issubclass(kind, (list, tuple)) and not hasattr(kind, "_fields") and kind is not torch.Size
 
 
 def has_to_method(kind: type) -> bool:
-    """Return whether a class defines `to(device)`, except modules."""
-    return hasattr(kind, "to") and not issubclass(kind, nn.Module)  # `Module.to` moves in place.
+    """Return whether the instances of a class have a method `to(device)` that returns a moved object.
+
+    The result is False for modules, because `nn.Module.to` moves a module in place.
+    """
+    return hasattr(kind, "to") and not issubclass(kind, nn.Module)
 
 
 class Leaf(NamedTuple):
-    """A leaf of a tree, with its path and the dimension from `in_dims` or `out_dims`."""
+    """A leaf of a tree, with its path in the tree, and its dimension of samples from `in_dims` or `out_dims`."""
 
     path: Path
     value: Any
-    dim: Any  # an int, None or `UNSPECIFIED`
+    # The dimension of samples in the value. None: every replica gets the whole value. `UNSPECIFIED`: the user named no
+    # dimension.
+    dim: Any
 
     def splits_by_entry(self) -> bool:
-        """Return whether this is a list or tuple of samples: scattered and gathered by entries, not by rows."""
+        """Return whether this leaf is a list or tuple with one entry for each sample.
+
+        A list of samples is split into shorter lists for the replicas; the tensors in its entries are not split.
+        """
         return bool(self.dim == 0) and is_sequence_type(type(self.value))
 
     def resolve_dim(self, default: int, remedy: str) -> int:
-        """Return the dimension of samples in a tensor, at least 0; `default` unless the user named one."""
+        """Return the dimension of samples in the tensor of this leaf, as a non-negative number.
+
+        If the user named no dimension for this leaf, `default` is used. If the tensor lacks the dimension, an error is
+        raised, and its message ends with `remedy`.
+        """
         dim, ndim = default if self.dim is UNSPECIFIED else self.dim, self.value.dim()
         if -ndim <= dim < ndim:
             return int(dim % ndim)
@@ -83,14 +101,15 @@ class Leaf(NamedTuple):
 
 
 class Tree:
-    """A flattened tree.
+    """Nested arguments or outputs, flattened into a list of leaves.
 
     Attributes:
-        leaves: the leaves, in order.
-        build: returns a tree of the same structure, with leaves from an iterator.
-        lists: lists and tuples without a dimension from the user, by path: (list, index of its first leaf, index
-            after its last leaf).
-        unreachable: (path, class name) of objects whose tensors cannot be reached.
+        leaves: the leaves of the tree, in order.
+        build: a function that takes an iterator of new leaves, and returns a tree of the same structure with them.
+        lists: the lists and tuples in the tree for which the user named no dimension, by path. Each value is (the list,
+            the index in `leaves` of its first leaf, the index after its last leaf).
+        unreachable: (path, class name) of each object in the tree with tensors that cannot be flattened, for example
+            because they are private attributes of the object.
     """
 
     def __init__(self, tree: Any, dims: Dims = UNSPECIFIED, path: Path = (), is_output: bool = False) -> None:
@@ -106,7 +125,10 @@ class Tree:
             ) from None
 
     def _add(self, path: Path, tree: Any, dims: Dims) -> Callable[[Iterator[Any]], Any]:
-        """Append the leaves of a subtree; return a function from an iterator of new leaves to a new subtree."""
+        """Append the leaves of the subtree at `path` to `leaves`; return a function that rebuilds this subtree.
+
+        The returned function takes an iterator of new leaves, and returns a subtree with the new leaves.
+        """
         kind = type(tree)
         is_leaf = kind is Tensor or kind in _ATOMS or self._is_leaf(tree, kind, dims)
         children = {} if is_leaf else self._reachable_children(path, tree, kind, dims)
@@ -123,16 +145,17 @@ class Tree:
         return lambda leaves: _rebuild(path, tree, children, [build(leaves) for build in builds])
 
     def _is_leaf(self, tree: Any, kind: Any, dims: Dims) -> bool:
-        # A list of words is one leaf: it is copied as a whole.
+        # A list or dict of numbers and strings only is one leaf. For example, each replica gets a whole list of words.
         if dims is UNSPECIFIED and kind in (list, dict) and not self._is_output:
             return {*map(type, tree.values() if kind is dict else tree)} <= _ATOMS
         splits_by_entry = dims == 0 and is_sequence_type(kind) and not (self._is_output and issubclass(kind, tuple))
         return splits_by_entry or issubclass(kind, (Tensor, nn.Module)) or (dims is None and has_to_method(kind))
 
     def _reachable_children(self, path: Path, tree: Any, kind: Any, dims: Dims) -> dict[Any, Any]:
-        """Return the children of a container; nothing for a leaf. Note tensors that no child leads to.
+        """Return the children of a container by key, index or field; an empty dict for a leaf.
 
-        A container of the user's without tensors is a leaf, unless `in_dims` or `out_dims` names its entries.
+        An instance of a user's container class without tensors counts as a leaf, unless `in_dims` or `out_dims` names
+        its entries. If the container holds tensors outside its children, it is added to `unreachable`.
         """
         items = list(tree) if self._is_output and kind not in _PLAIN and _is_iterable(tree, kind) else tree
         is_plain = issubclass(kind, _PLAIN) and kind is not PackedSequence
@@ -148,13 +171,16 @@ class Tree:
         return children
 
     def _dims_by_child(self, path: Path, children: dict[Any, Any], kind: Any, dims: Dims) -> dict[Any, Dims]:
-        """Match a dict, list or tuple of dimensions to the children of a container."""
+        """Return the dimensions that the user's dict, list or tuple of dimensions names for each child of a container.
+
+        Raise a `ValueError` if the keys or the length of the user's `dims` do not fit the children of the container.
+        """
         has_entries = {*map(type, children)} <= {Index}
         if isinstance(dims, dict):
             names = {key: key for key in children} | dict(
                 zip(getattr(kind, "_fields", children), children, strict=True)
             )
-            # The keys of a mapping may differ from call to call.
+            # The keys of a mapping may differ between calls, so `in_dims` may name keys that are missing in this call.
             if issubclass(kind, (Mapping, NoneType)) or dims.keys() <= names.keys():
                 return {key: dims[name] for name, key in names.items() if name in dims}
         elif kind is NoneType or (has_entries and len(dims) == len(children)):
@@ -169,34 +195,38 @@ class Tree:
 
 
 def _is_iterable(tree: Any, kind: type) -> bool:
-    """Return whether `nn.DataParallel` gathers an output by iterating over it, such as a cache of transformers."""
+    """Return whether `nn.DataParallel` would gather an output object by iterating over the object.
+
+    `nn.DataParallel` does so if the class of the object defines `__iter__`, as the key-value caches of transformers do.
+    """
     is_other = issubclass(kind, (*_PLAIN, Mapping, Set, str, bytes)) or dataclasses.is_dataclass(kind)
-    # Not by `hasattr`: an Enum can be iterated as a class, by its metaclass.
+    # `hasattr(kind, "__iter__")` would be wrong. It is also true for an Enum class, whose metaclass defines `__iter__`.
     has_items = any(["__iter__" in vars(cls) for cls in kind.__mro__]) and getattr(tree, "ndim", None) != 0
     return has_items and not hasattr(kind, "__next__") and not is_other
 
 
 def children_of(tree: Any) -> dict[Any, Any]:
-    """Return the children of a container, by key, index or field; nothing for a leaf."""
+    """Return the children of a container by key, index or field; an empty dict if the object is a leaf."""
     kind = type(tree)
     if issubclass(kind, dict):
-        return dict(dict.items(tree))  # not `tree.items()`, which a subclass may override
+        return dict(dict.items(tree))  # Not `tree.items()`, because a subclass of `dict` may override it.
     if issubclass(kind, (list, tuple)):
         return {} if kind is PackedSequence else dict(zip(map(Index, range(len(tree))), tree, strict=True))
     if dataclasses.is_dataclass(kind):
         return {Field(field.name): getattr(tree, field.name, None) for field in dataclasses.fields(kind)}
-    with suppress(Exception):  # from methods of the user's class
+    with suppress(Exception):  # The methods `keys` and `__getitem__` of a user's mapping class may raise any error.
         return {key: tree[key] for key in tree.keys()} if issubclass(kind, Mapping) else {}  # noqa: SIM118
     return {}
 
 
 def holds_tensors(tree: Any) -> bool:
-    """Return whether an object holds tensors, directly or in containers, without calling its methods.
+    """Return whether an object holds tensors, directly or in nested containers. No method of the object is called.
 
-    Modules, classes and functions are not searched. A callable collection, such as a graph of PyTorch Geometric, is.
+    The search does not look inside modules, classes and functions. It does look inside callable collections, such as
+    the graph objects of PyTorch Geometric.
     """
     nodes, seen = [tree], {id(tree)}
-    for node in nodes:  # The loop appends to `nodes`.
+    for node in nodes:  # The loop appends the children of each node to this list, and so visits them later.
         if isinstance(node, (nn.Module, type, ModuleType)) or (callable(node) and not isinstance(node, Collection)):
             continue
         held = list(node.values()) if type(node) is dict else gc.get_referents(node)
@@ -211,7 +241,7 @@ def holds_tensors(tree: Any) -> bool:
 
 
 def _rebuild(path: Path, original: Any, keys: Collection[Any], items: list[Any]) -> Any:
-    """Return a container of the class and with the attributes of `original`, but with other items."""
+    """Return a container like `original`, with the same class and the same attributes, but with other items."""
     kind: Any = type(original)
     if kind in (list, tuple):
         return kind(items)
@@ -219,17 +249,18 @@ def _rebuild(path: Path, original: Any, keys: Collection[Any], items: list[Any])
     if kind is dict:
         return children
     try:
-        if dataclasses.is_dataclass(kind):  # first: outputs of transformers are dataclasses and dicts
+        # Dataclasses come before mappings here: the output classes of transformers are dataclasses and dicts at once.
+        if dataclasses.is_dataclass(kind):
             result = dataclasses.replace(original, **children)
-            for name, child in children.items():  # `__post_init__` may have changed them once more.
+            for name, child in children.items():  # `replace` calls `__post_init__`, which may change fields.
                 object.__setattr__(result, name, child)
         elif hasattr(kind, "__copy__") and issubclass(kind, Mapping):
-            result = copy.copy(original)  # keeps the factory of a defaultdict
+            result = copy.copy(original)  # A copy of a `defaultdict` keeps its `default_factory`.
             result.update(children)
         else:
             values = children if issubclass(kind, Mapping) else children.values()
             result = kind(*values) if hasattr(kind, "_fields") else kind(values)
-        if hasattr(original, "__dict__"):  # attributes set after construction
+        if hasattr(original, "__dict__"):  # Copy the attributes that were set on `original` after its construction.
             vars(result).update({**vars(original), **vars(result)})
         return result
     except Exception as error:
@@ -240,20 +271,20 @@ def _rebuild(path: Path, original: Any, keys: Collection[Any], items: list[Any])
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Return the leaves of a tree, in order."""
+    """Return the leaves of nested arguments or outputs, in order."""
     return [leaf.value for leaf in Tree(tree, is_output=True).leaves]
 
 
 def named_leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
-    """Return (formatted path, leaf) for each leaf of a tree, in order."""
+    """Return (path, leaf) for each leaf of a tree, in order. Paths begin with `name`, as in ``output['loss']``."""
     return [(format_path(leaf.path), leaf.value) for leaf in Tree(tree, path=(name,), is_output=True).leaves]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree, in order."""
+    """Return all tensors in nested arguments or outputs, in order."""
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
 def with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Return a tree of the same structure with other leaves, in the order of `leaves_of`."""
+    """Return a tree with the structure of `tree` and with new leaves, given in the order of `leaves_of(tree)`."""
     return Tree(tree, is_output=True).build(leaves)

@@ -1,4 +1,4 @@
-"""The synchronized layers, conversion to them and back, `assert_synchronized`, and moments for norms of the user."""
+"""The synchronized batch norm layers, and functions to convert a model, to check it, and to write other norms."""
 
 from .conversion import reason_not_converted as reason_not_converted
 from .layer import SynchronizedBatchNorm, SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d  # noqa: F401 - for pickles

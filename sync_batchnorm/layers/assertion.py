@@ -1,7 +1,7 @@
-"""Checks that all batch norms of a model synchronize, from its modules alone.
+"""Check that all batch norms of a model would synchronize, without running the model.
 
-Nothing runs: the classes, modes and wrappers of the layers decide. The first reason that applies is reported, with the
-names of all layers that share it.
+The check looks at the class and mode of each batch norm, and at the wrappers around the layer. For each layer that
+would not synchronize, the error tells one reason and the remedy. Layers with the same reason are listed together.
 """
 
 from collections import Counter
@@ -20,7 +20,8 @@ from .layer import _SynchronizedBatchNorm
 
 __all__ = ["assert_synchronized"]
 
-Wrappers = Mapping[DataParallel[Any], set[nn.Module]]  # each with all modules inside it
+# All `DataParallel` modules of a model. The value for each `DataParallel` is the set of modules inside it.
+Wrappers = Mapping[DataParallel[Any], set[nn.Module]]
 
 
 def assert_synchronized(
@@ -28,9 +29,9 @@ def assert_synchronized(
 ) -> None:
     """Raise an error unless all batch norms of `model` are converted, connected and in training mode.
 
-    Call it in training mode, before you freeze layers, see "Freezing layers" on the page "Usage". It runs nothing. A
-    wrapper of one device passes, and so does a plain norm outside every wrapper: each gets the whole batch. A converted
-    norm outside needs `ignore`, unless processes exchange.
+    Call it in training mode, before you freeze layers, see "Freezing layers" on the page "Usage". The model does not
+    run. A wrapper of one device passes, and so does a plain norm outside every wrapper: each gets the whole batch. A
+    converted norm outside every wrapper needs `ignore`, unless processes exchange.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))
@@ -69,7 +70,7 @@ def assert_synchronized(
 
 
 def _check_ignore(ignore: Any, norms: Collection[str]) -> None:
-    """Raise an error unless `ignore` holds classes and names of norms."""
+    """Raise an error unless `ignore` is a list of classes and of names of batch norms of the model."""
     if isinstance(ignore, str) or not all(isinstance(entry, (type, str)) for entry in ignore):
         raise TypeError(f"expected ignore as a list of classes and names of norms, but got {ignore!r}")
     if unknown := [entry for entry in ignore if isinstance(entry, str) and entry not in norms]:
@@ -78,13 +79,21 @@ def _check_ignore(ignore: Any, norms: Collection[str]) -> None:
 
 
 def _is_norm_to_check(module: nn.Module) -> bool:
-    """Return whether a module is a batch norm of torch, or `convert_model` would warn about it."""
-    is_connected = hasattr(module, "__data_parallel_replicate__")  # a norm of the user's own
+    """Return whether `assert_synchronized` checks a module.
+
+    `assert_synchronized` checks batch norms of torch, and all modules that `convert_model` would warn about.
+    """
+    # A norm class of the user may define the replication callback. Such a norm synchronizes without a conversion.
+    is_connected = hasattr(module, "__data_parallel_replicate__")
     return isinstance(module, BatchNormBase) or (reason_not_converted(module, {}) is not None and not is_connected)
 
 
 def _find_unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, replicas: int) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) for each unsynchronized layer, and for each attribute with unregistered layers."""
+    """Yield (name, reason) for each layer that would not synchronize.
+
+    Also yield (name, reason) for each attribute that holds batch norms in a plain list or dict: torch does not register
+    these layers.
+    """
     wrappers = {module: set(module.modules()) for _, module in modules if isinstance(module, DataParallel)}
     for name, layer in layers.items():
         if why := _reason_unsynchronized(layer, wrappers, modules, replicas):
@@ -94,13 +103,13 @@ def _find_unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, repl
 
 
 def _reason_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, replicas: int) -> str | None:
-    """Return why a layer would not synchronize, and the remedy; None if it would. `wrappers`: all of the model."""
+    """Return the reason why a layer would not synchronize, with the remedy; None if the layer would synchronize."""
     enclosing = {wrapper: inside for wrapper, inside in wrappers.items() if layer in inside}
     is_outside = bool(wrappers) and not enclosing
     if isinstance(layer, _SynchronizedBatchNorm):
         return _reason_in_eval(layer, enclosing, modules) or _reason_alone(layer, enclosing, is_outside, replicas)
     if is_outside and active_group(None) is None:
-        return None  # Only wrappers split the batch, so it gets the whole one.
+        return None  # A layer outside every wrapper gets the whole batch, because only wrappers split a batch.
     if isinstance(layer, BatchNormBase) and (reason := _reason_in_eval(layer, enclosing, modules)):
         return reason
     if reason := reason_not_converted(layer, {}):
@@ -112,8 +121,8 @@ def _reason_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Module
 
 
 def _reason_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) -> str | None:
-    """Return why a layer would use its running statistics; None if it would not."""
-    # Without running statistics, replicas synchronize in eval mode, too.
+    """Return the reason why a layer would normalize with its running statistics; None if it uses batch statistics."""
+    # A layer without running statistics uses batch statistics even in eval mode, and its replicas synchronize them.
     if layer.training or (wrappers and layer.running_mean is layer.running_var is None):
         return None
     for name, module in modules:
@@ -122,13 +131,17 @@ def _reason_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) 
                 f"it is in eval mode, and {name or 'the model itself'} has a train() of its own "
                 f"({type(module).__name__}); if that freezes it on purpose, name it in ignore; if not, change train()"
             )
-    is_plain = not isinstance(layer, _SynchronizedBatchNorm)  # for example in a teacher, always in eval mode
+    # A plain layer may be in eval mode for good, for example in the teacher model of a distillation.
+    is_plain = not isinstance(layer, _SynchronizedBatchNorm)
     remedy = "name it in ignore" if is_plain else "call assert_synchronized before you freeze it"
     return f"it is in eval mode; call model.train(), or, if it is frozen on purpose, {remedy}"
 
 
 def _reason_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bool, replicas: int) -> str | None:
-    """Return why a layer would not exchange with `replicas` replicas, or not with all of its wrapper; or None."""
+    """Return the reason why a synchronized layer would exchange with too few replicas; None if it would not.
+
+    Too few are fewer than `replicas`, or not all replicas of the wrapper, as with a `group_size`.
+    """
     for wrapper in wrappers:
         if not isinstance(wrapper, _ReplicationMixin):
             return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
@@ -140,7 +153,7 @@ def _reason_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside:
                 "wrap the model with DataParallelWithCallback"
             )
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
-    # The outermost of nested wrappers makes the replicas. Separate wrappers may also share a layer.
+    # If wrappers are nested, only the outermost one makes replicas. Separate wrappers may share a layer, too.
     inside = [modules - {wrapper} for wrapper, modules in wrappers.items()]
     outermost = [wrapper for wrapper in wrappers if not any(wrapper in modules for modules in inside)]
     numbers: dict[int, Any] = {len(wrapper.device_ids) or 1: wrapper for wrapper in outermost} or {1: None}

@@ -1,10 +1,12 @@
-"""Converts a model to synchronized layers, and back.
+"""Convert the batch norms of a model to synchronized layers, and back.
 
-The obvious way builds a new layer and replaces the old one in its parent. But hooks, shared layers, stored methods and
-other references would still belong to the old layer. So a layer stays the same object, and only its class changes. It
-is set by `object.__setattr__`, because the class may define another `__setattr__`.
+The obvious way is to build a new layer, and to put it in place of the old layer in its parent module. But hooks, shared
+layers, stored methods and other references would still belong to the old layer. So each layer stays the same object,
+and only its class changes. The class is set by `object.__setattr__`, because a layer's class may override
+`__setattr__`.
 
-A layer with another computation stays as it is, and `reason_not_converted` returns the reason and the remedy.
+A batch norm whose class computes something else than torch's batch norm is not converted. For such a layer,
+`reason_not_converted` returns a text with the reason and the remedy.
 """
 
 import functools
@@ -28,16 +30,18 @@ from .layer import SYNCHRONIZED, SynchronizedBatchNorm, SynchronizedBatchNorm2d,
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-Modules = Sequence[tuple[str, nn.Module]]  # all modules of a model, with their names
-Classes = Mapping[type[nn.Module], type[nn.Module]]  # class -> synchronized class
+Modules = Sequence[tuple[str, nn.Module]]  # the names and objects of all modules of a model
+Classes = Mapping[type[nn.Module], type[nn.Module]]  # maps a class of the user to its synchronized class
 
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {synced: plain for plain, synced in SYNCHRONIZED.items()}
 _PLAIN[DataParallelWithCallback] = nn.DataParallel
-# Attributes of synchronized layers only: methods, options, and values set by conversion and callbacks.
+# The names of attributes that synchronized layers add to torch's batch norm: methods, options such as `eps_mode`, and
+# values set by a conversion or by replication callbacks.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
-# A class with another version of one of these methods cannot be swapped.
+# If a layer's class overrides one of the following methods, the class cannot be replaced by a synchronized class: the
+# layer would lose its own version of the method.
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
-_InstanceNorm: Any = nn.InstanceNorm1d.__base__  # the private base class of all instance norms
+_InstanceNorm: Any = nn.InstanceNorm1d.__base__  # torch's private base class of all instance norm layers
 NOT_REGISTERED = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
 
 
@@ -99,8 +103,8 @@ def revert_model(module: ModuleT) -> ModuleT:
     """Undo `convert_model` in place, and return `module`.
 
     All synchronized layers get their former class, or the corresponding one of torch, and lose their options. A
-    `DataParallel` keeps each accelerator once, and no CPU replicas. Without a warning, the model no longer needs
-    this library.
+    `DataParallel` keeps each accelerator once, and no CPU replicas. If no warning is issued, the model no longer
+    needs this library.
 
     Example:
         >>> model = revert_model(convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
@@ -120,7 +124,11 @@ def revert_model(module: ModuleT) -> ModuleT:
 
 
 def _rebind_methods(modules: Modules, former_classes: Mapping[nn.Module, type[nn.Module]]) -> None:
-    """Replace stored methods, such as `self.norm = self.bn.forward`, by methods of the layer's new class."""
+    """Update the methods of converted layers that other modules hold, as after ``self.norm = self.bn.forward``.
+
+    A bound method that was stored before the conversion still runs the code of the layer's former class. So it is
+    replaced by the same method of the layer's new class.
+    """
     for _, child in modules:
         attributes = vars(child)
         for holder in [attributes, *(value for value in attributes.values() if type(value) in (list, dict))]:
@@ -130,19 +138,26 @@ def _rebind_methods(modules: Modules, former_classes: Mapping[nn.Module, type[nn
 
 
 def _rebind(value: Any, former_classes: Mapping[nn.Module, type[nn.Module]]) -> Any:
-    """Return a method of a converted layer, or a partial of it, from the new class; other values unchanged."""
+    """Return the same method of the layer's new class, if `value` is a bound method of a converted layer.
+
+    If `value` is a partial of such a method, return a partial of the new method. Return any other value unchanged.
+    """
     if isinstance(value, functools.partial):
         function = _rebind(value.func, former_classes)
         return value if function is value.func else functools.partial(function, *value.args, **value.keywords)
     layer = value.__self__ if isinstance(value, MethodType) else None
     if not isinstance(layer, nn.Module) or type(layer) is former_classes.get(layer, type(layer)):
         return value
-    name = getattr(value.__func__, "__name__", "")  # a partial has none
+    name = getattr(value.__func__, "__name__", "")  # A bound method of a partial lacks a name.
     return getattr(layer, name) if value.__func__ is getattr(former_classes[layer], name, None) else value
 
 
 def _warn_about(reasons: Iterable[tuple[str, str | None]], text: str) -> None:
-    """Issue one warning with the names of modules by reason. A name may stand for several layers."""
+    """Issue one warning that lists the names of modules by reason. Leave out modules whose reason is None.
+
+    If a plain list holds several layers, `reasons` contains the name of the list once for each layer. The warning then
+    tells the number of layers in the list.
+    """
     by_reason: dict[str, Counter[str]] = {}
     for name, reason in reasons:
         if reason is not None:
@@ -156,7 +171,7 @@ def _warn_about(reasons: Iterable[tuple[str, str | None]], text: str) -> None:
 
 
 def _warn_about_kept_options(layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
-    """Warn about layers that were synchronized before, with other options."""
+    """Warn about layers that were synchronized before this conversion: they keep their own, different options."""
     for option, value in options.items():
         if names := [name or "the module itself" for name, layer in layers.items() if getattr(layer, option) != value]:
             warn(
@@ -166,7 +181,7 @@ def _warn_about_kept_options(layers: Mapping[str, nn.Module], options: Mapping[s
 
 
 def _check_classes(classes: Classes) -> None:
-    """Raise a `TypeError` for a class that cannot replace another one, before any change."""
+    """Raise a `TypeError` if `classes` maps a class of layers to another class that cannot replace it."""
     if not isinstance(classes, Mapping):
         raise TypeError(
             f"expected classes as a dict from your classes to synchronized ones, but got {classes!r}; pass for example "
@@ -187,7 +202,10 @@ def _check_classes(classes: Classes) -> None:
 
 
 def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str | None:
-    """Convert one unsynchronized batch norm or wrapper, no other module; return the reason if that is impossible."""
+    """Convert a module in place if it is an unsynchronized batch norm or a `DataParallel`; leave other modules alone.
+
+    Return the reason if a batch norm cannot be converted, otherwise None.
+    """
     cls: Any = type(layer)
     if isinstance(layer, nn.DataParallel):
         patch(layer)
@@ -206,14 +224,17 @@ def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str
 
 
 class _SynchronizedAct(SynchronizedBatchNorm2d):
-    """Base of the synchronized class of timm's `BatchNormAct2d`."""
+    """A base class of the synchronized subclass of timm's `BatchNormAct2d`, a batch norm with an activation."""
 
     def forward(self, input: Tensor) -> Any:
         return self.act(self.drop(super().forward(input)))  # type: ignore[operator]
 
 
 def _revert(module: nn.Module) -> str | None:
-    """Restore the former class of a module of this library; return the reason if that is impossible."""
+    """Restore the former class of a converted layer or wrapper; leave other modules alone.
+
+    Return the reason if the class cannot be restored, otherwise None.
+    """
     if not isinstance(module, (_SynchronizedBatchNorm, _ReplicationMixin)):
         return None
     cls, state = type(module), module.__dict__
@@ -256,7 +277,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
     @functools.wraps(init)
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # Classes derived while the context is open keep this function. It must do nothing once the context is closed.
+        # A class that is defined while torch's constructor is patched may keep a reference to this function. After the
+        # patch is undone, this function does not convert new layers any more.
         if is_open and not isinstance(self, nn.SyncBatchNorm) and (reason := _convert(self, {}, {})):
             warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 
@@ -268,7 +290,10 @@ def patch_sync_batchnorm() -> Iterator[None]:
 
 
 def reason_not_converted(layer: nn.Module, classes: Classes) -> str | None:
-    """Return why an unsynchronized batch norm cannot be converted, and the remedy; None for other modules."""
+    """Return the reason why a batch norm cannot be converted, with the remedy.
+
+    Return None if the layer can be converted, is synchronized already, or is not a batch norm.
+    """
     cls = type(layer)
     if isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name:
         return f"{layer.original_name} is compiled by TorchScript; convert the model that was compiled instead"
@@ -279,9 +304,10 @@ def reason_not_converted(layer: nn.Module, classes: Classes) -> str | None:
 
 
 def _needs_conversion(layer: nn.Module, classes: Classes) -> bool:
-    """Return whether a module is an unsynchronized batch norm, or an instance of one of these classes.
+    """Return whether a module is a batch norm that is not synchronized yet, or an instance of a class in `classes`.
 
-    Other classes count as batch norms by their attributes. A frozen norm does not count: its weight is a buffer.
+    A module whose class is not derived from torch's batch norm counts as a batch norm if it has the usual attributes,
+    such as `running_mean`. A frozen norm does not count: its weight is a buffer, not a parameter.
     """
     names = layer._buffers.keys() | vars(layer).keys()
     has_attributes = {"num_features", "running_mean", "running_var"} <= names and "weight" not in layer._buffers
@@ -291,10 +317,13 @@ def _needs_conversion(layer: nn.Module, classes: Classes) -> bool:
 
 
 def _reason_of_layer(layer: nn.Module, has_class: bool) -> str | None:
-    """Return why a layer cannot be converted, or None. `has_class`: a synchronized class for its class exists."""
+    """Return the reason why a batch norm layer cannot be converted, or None.
+
+    `has_class` is true if a synchronized class exists for the layer's class, even though it overrides `forward`.
+    """
     cls = type(layer)
     if isinstance(layer, LazyModuleMixin):
-        # Its first forward pass changes its class, even if a state dict has filled its parameters.
+        # A lazy layer changes its own class in its first forward pass, even if a state dict was loaded into it before.
         return "is lazy and has seen no input; run one batch through the model in eval mode, then convert it"
     if is_parametrized(layer):
         return "is parametrized; convert the model before its layers are parametrized"
@@ -313,12 +342,12 @@ def _reason_of_layer(layer: nn.Module, has_class: bool) -> str | None:
 
 
 def _reason_of_class(cls: type[nn.Module], method: str) -> str:
-    """Return why a class that overrides `method` cannot be converted, and the remedy."""
+    """Return a reason with its remedy: a batch norm class cannot be converted because it overrides `method`."""
     if issubclass(cls, nn.SyncBatchNorm):
         return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
     name, kind = cls.__name__, (_synchronized_base(cls) or SynchronizedBatchNorm).__name__
     synced = f"Synchronized{name}"
-    if synced == kind:  # a user's class with the same name as torch's
+    if synced == kind:  # The user's class has the same name as a class of torch, for example "BatchNorm2d".
         name, synced = f"{cls.__module__}.{name}", f"My{kind}"
     write = f"write class {synced}({name}, {kind})"
     call = f'call convert_model(model, classes={{{name}: {synced}}}), see "Classes of your own"'
@@ -332,17 +361,20 @@ def _reason_of_class(cls: type[nn.Module], method: str) -> str:
 
 
 def _is_timm_act(cls: type[nn.Module]) -> bool:
-    """Return whether a class is timm's batch norm with an activation, replaced by `_SynchronizedAct`."""
+    """Return whether a class is timm's `BatchNormAct2d`, a batch norm with an activation."""
     return (cls.__module__, cls.__name__) == ("timm.layers.norm_act", "BatchNormAct2d")
 
 
 def _synchronized_base(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:
-    """Return the synchronized class for the nearest base class of torch, or None."""
+    """Return the synchronized class for a subclass of torch's batch norms, for example of `nn.BatchNorm2d`; or None."""
     return next((SYNCHRONIZED[base] for base in cls.__mro__ if base in SYNCHRONIZED), None)
 
 
 def unregistered_norms(modules: Modules) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (attribute path, layer) for batch norms in plain lists, tuples and dicts, unknown to torch."""
+    """Yield (attribute path, layer) for each batch norm in a plain list, tuple or dict of a module.
+
+    Torch does not register layers in plain containers, so `named_modules()` does not find them.
+    """
     registered = {child for _, child in modules}
     for name, child in modules:
         for attribute, value in vars(child).items():
@@ -354,9 +386,9 @@ def unregistered_norms(modules: Modules) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _modules_in(container: Any) -> Iterator[nn.Module]:
-    """Yield the modules in a list, tuple or dict, also in nested ones."""
+    """Yield all modules in a list, tuple or dict, also those in nested lists, tuples and dicts."""
     containers, known = [container], {id(container)}
-    for held in containers:  # This list grows in the loop.
+    for held in containers:  # The loop appends nested containers to this list, and so visits them later.
         for item in held.values() if isinstance(held, dict) else held:
             if isinstance(item, nn.Module):
                 yield item

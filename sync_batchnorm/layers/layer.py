@@ -1,7 +1,8 @@
-"""The synchronized layers: options, connection of their replicas, and checks of a forward pass.
+"""The synchronized batch norm layers: their options, the connection of their replicas, and checks of their input.
 
-A callback of the wrapper connects the copies of one layer before each forward pass of replicas. Without a connection, a
-layer exchanges with other processes, or behaves like its base class in torch.
+`DataParallelWithCallback` calls a method of each layer before each forward pass. This callback connects the copies of
+the layer in all replicas. A layer without such a connection exchanges with other processes of `torch.distributed`, if
+there are any, and behaves like its base class in torch if not.
 """
 
 import weakref
@@ -29,7 +30,7 @@ __all__ = [
     "set_sbn_eps_mode",
 ]
 
-_HALF = (torch.float16, torch.bfloat16)  # Float32 parameters are valid for inputs of these dtypes.
+_HALF = (torch.float16, torch.bfloat16)  # With half-precision inputs, torch accepts float32 parameters.
 _default_eps_mode = "plus"
 
 
@@ -59,7 +60,7 @@ def _check_eps_mode(argument: str, mode: str) -> None:
 
 
 def sync_options(eps_mode: str | None, group_size: int | None, process_group: Any) -> dict[str, Any]:
-    """Return the options that are not None; raise an error for invalid ones."""
+    """Return a dict of the layer options that are not None. Raise an error if the value of an option is invalid."""
     if eps_mode is not None:
         _check_eps_mode("eps_mode", eps_mode)
     check_number("group_size", group_size)
@@ -74,20 +75,29 @@ def sync_options(eps_mode: str | None, group_size: int | None, process_group: An
 
 
 class _SynchronizedBatchNorm(BatchNormBase):
-    """Base of all synchronized layers. The callback connects the copies in replicas, not the user's module.
+    """The base class of all synchronized layers.
 
-    Class attributes are defaults for modules whose class was swapped; instances only store options that were passed.
+    A layer in the user's model is never connected. The replication callback connects the copies of the layer in
+    replicas.
+
+    The default values of the options are class attributes, because the constructor of this class never runs for a
+    converted layer. The `__dict__` of a layer contains only those options that the user passed.
     """
 
     eps_mode: str | None = None
     group_size: int | None = None
     process_group: Any = None
     _sync_connection: Connection | None = None
-    _sync_layer: tuple[int, Sequence[str]] = (0, ())  # index of its name, and names of all layers of the model
-    _former_class: type[nn.Module] | None = None  # before a conversion by `classes`
-    _former_process_group: Any = None  # before conversion of an `nn.SyncBatchNorm` to another group
+    # For error messages: the position of this layer's name in a list, and the list itself, which contains the names of
+    # all synchronized layers of the model.
+    _sync_layer: tuple[int, Sequence[str]] = (0, ())
+    # The class of this layer before `convert_model(model, classes=...)` replaced it.
+    _former_class: type[nn.Module] | None = None
+    # The process group of an `nn.SyncBatchNorm`, before a conversion replaced the group.
+    _former_process_group: Any = None
 
-    _data_parallel_master = staticmethod(merge_replicas)  # pickles of the older library name this method
+    # Pickles made by the older library refer to this method by name, so do not rename it.
+    _data_parallel_master = staticmethod(merge_replicas)
 
     def __init__(
         self,
@@ -104,34 +114,42 @@ class _SynchronizedBatchNorm(BatchNormBase):
         group_size: int | None = None,
         process_group: Any = None,
     ) -> None:
-        without_bias = {} if bias else {"bias": False}  # An older torch raises its own error.
+        # Pass `bias` to torch only if it is False: the constructor of an older torch does not know this argument.
+        without_bias = {} if bias else {"bias": False}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         self.__dict__.update(sync_options(eps_mode, group_size, process_group))
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-        """Connect this copy to its group: the first copy makes the `SyncMaster`, the others register with it."""
+        """Connect this copy of a layer, in replica `copy_id`, to the other copies of its group of replicas.
+
+        The first copy of each group makes a `SyncMaster`. The other copies register with this `SyncMaster`.
+        """
         is_master = copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0
         if is_master:
-            # A new master belongs to this forward pass, so the slower `CallbackContext.__setattr__` is not needed.
+            # Setting `ctx.sync_master` would call `CallbackContext.__setattr__`, which resets a `SyncMaster` from an
+            # earlier forward pass. This `SyncMaster` is new, so write to `vars(ctx)`, which is faster.
             vars(ctx)["sync_master"] = SyncMaster(merge_replicas)
             vars(ctx)["master_device"] = getattr(self.running_mean, "device", None)
         pipe = ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id)
         of_replica = self._parameters if self.__dict__.get("_is_replica") else {}
         weight, bias = of_replica.get("weight"), of_replica.get("bias")
-        pools = getattr(ctx, "_sync_pools", None)  # missing in a context of another package
+        # If the wrapper of another package calls this callback, the context object lacks the memory pools.
+        pools = getattr(ctx, "_sync_pools", None)
         self.__dict__["_sync_connection"] = Connection(pipe, copy_id, ctx.master_device, weight, bias, pools)
         if copy_id == 1 and self.training and self._active_group() is not None:
             raise RuntimeError(processes.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
 
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training or self.running_mean is self.running_var is None):
-            return BatchNormBase.forward(self, input)  # `super()` may be a user's class
+            # Call torch's `forward` directly, because `super().forward` may be the method of a user's class.
+            return BatchNormBase.forward(self, input)
         if self._sync_connection is None:
             raise_if_foreign(self)
-            # Processes exchange only in training mode: one that evaluates alone would wait forever.
+            # Processes exchange in training mode only. Often a single process evaluates the model: in an exchange, it
+            # would wait forever for the other processes.
             if not self.training or self._active_group() is None:
                 if getattr(self, "_is_replica", False):
-                    names = self._sync_layer[1]  # empty unless `convert_model` saw the layer
+                    names = self._sync_layer[1]  # names of all layers, unknown without `convert_model`
                     which = f"{len(names)}, first: {names[0]!r}" if names else f"such as a {type(self).__name__}"
                     warn_once(
                         f"synchronized BatchNorm layers ({which}) run in replicas that are not connected: each "
@@ -148,22 +166,29 @@ class _SynchronizedBatchNorm(BatchNormBase):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         connection, running = self._sync_connection or ALONE, None
         weight, bias = self._attributes(self.__dict__["_parameters"], "weight", "bias")
-        # Only replica 0 has the buffers of the model, so only it updates running statistics. Nothing else decides this.
+        # Only replica 0 updates the running statistics, because only its layers have the buffers of the model. All
+        # other replicas have copies of the buffers. No other code decides which replica updates them.
         if self.training and self.track_running_stats and connection.number == 0:
             names = "running_mean", "running_var", "num_batches_tracked"
             mean, var, number = self._attributes(self.__dict__["_buffers"], *names)
             running = RunningStatistics(mean, var, number, self.momentum)
         _let_torch_check(input, weight, bias, running, self.eps)
         clamps = (self.eps_mode or _default_eps_mode) == "clamp"
-        peers = self._peers() if connection is ALONE else None  # The compiler of torch 2.12 cannot pass a group.
+        # Look up the process group here. It cannot be an argument of this function: the caller, `forward`, may be
+        # compiled, and compiled code cannot pass a process group to a function (torch 2.12).
+        peers = self._peers() if connection is ALONE else None
         return sync_batch_norm(input, LayerArguments(weight, bias, self.eps, clamps, running), connection, peers)
 
     def _attributes(self, registered: dict[str, Any], *names: str) -> Any:
-        """Return attributes as `getattr` does, but faster: from `registered`, unless `forward` assigned some."""
+        """Return a list of the layer's attributes with these names, faster than `getattr`.
+
+        The values are looked up in `registered`, the layer's dict of parameters or of buffers. `getattr` is called only
+        if `forward` assigned a plain attribute of the same name, or if a value is missing in `registered`.
+        """
         if self.__dict__.keys().isdisjoint(names):
             try:
                 return list(map(registered.__getitem__, names))
-            except KeyError:  # One attribute is computed, for example by a parametrization.
+            except KeyError:  # A parametrized attribute is not registered, but computed at each access.
                 pass
         return [getattr(self, name) for name in names]
 
@@ -173,10 +198,11 @@ class _SynchronizedBatchNorm(BatchNormBase):
         return processes.Peers(self._active_group(), name, weakref.ref(self))
 
     def _active_group(self) -> processes.Group | None:
-        """Return the group of processes to synchronize with, or None for this process alone."""
+        """Return the process group to synchronize with; None if this layer does not exchange with other processes."""
         group = processes.active_group(self.process_group)
         if group is None or (self._sync_connection is None and getattr(self, "_is_replica", False)):
-            return None  # Unconnected replicas would call collectives in any order.
+            # Replicas without a connection would call the collectives of `torch.distributed` in an arbitrary order.
+            return None
         if self.group_size is None:
             return group
         if self._sync_connection is None and self.group_size > 1:
@@ -188,12 +214,15 @@ class _SynchronizedBatchNorm(BatchNormBase):
         return None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in ("tmp_running_mean", "tmp_running_var", "running_iter"):  # buffers of older libraries
+        # State dicts of older libraries contain three further buffers for each layer. Remove these buffers, because
+        # torch would report unexpected keys.
+        for name in ("tmp_running_mean", "tmp_running_var", "running_iter"):
             state_dict.pop(f"{prefix}_{name}", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A pickle of the older library holds a `SyncMaster`; a shallow copy of a replica holds its connection.
+        # Drop attributes that must not be copied: pickles made by the older library hold a `SyncMaster`, and a shallow
+        # copy of a replica's layer holds the connection of the replica.
         state = {name: value for name, value in state.items() if not isinstance(value, (SyncMaster, Connection))}
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
@@ -202,7 +231,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
         chosen = [f"{name}={value}" for name, value in options.items() if value is not None]
         try:
             shown = super().extra_repr()  # type: ignore[no-untyped-call]
-        except KeyError:  # Torch reads the object's `__dict__`, but the class may define some attributes.
+        # Torch's `extra_repr` looks up values such as `eps` in the layer's `__dict__`, where they are missing if the
+        # layer's class defines them.
+        except KeyError:
             shown = str(self.num_features)
         return ", ".join([shown, *chosen])
 
@@ -210,7 +241,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
 def _let_torch_check(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningStatistics | None, eps: float
 ) -> None:
-    """Raise torch's own error for invalid arguments, before the exchange."""
+    """Check the arguments of a layer before it exchanges; for invalid ones, let `F.batch_norm` raise its own error."""
     mean, var = (None, None) if running is None else (running.mean, running.var)
     channels, dtype, device = input.shape[1], input.dtype, input.device
     valid = dtype.is_floating_point and channels > 0 and eps > 0 and (mean is None) == (var is None)
@@ -220,7 +251,9 @@ def _let_torch_check(
             valid = valid and fits and tensor.device == device and tensor.shape == (channels,)
     if not valid:
         mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
-        rows = torch.cat((input, input))  # Torch refuses a single value per channel, but other replicas may have more.
+        # Pass the input twice, because `F.batch_norm` refuses an input with a single value per channel. Such an input
+        # is valid here, as other replicas may have more values.
+        rows = torch.cat((input, input))
         with torch.no_grad():
             F.batch_norm(rows, mean, var, weight, bias, True, 0.0, eps)
 
@@ -277,7 +310,8 @@ class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
     """A `SynchronizedBatchNorm` and `torch.nn.BatchNorm3d`, for ``(N, C, D, H, W)``."""
 
 
-SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {  # class of torch -> synchronized class
+# The synchronized class for each batch norm class of torch.
+SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
     nn.BatchNorm2d: SynchronizedBatchNorm2d,
     nn.BatchNorm3d: SynchronizedBatchNorm3d,

@@ -1,7 +1,7 @@
-"""Mean and variance over all replicas, for norms of the user.
+"""The function `sync_moments`: mean and variance over all replicas, for users who write their own norm layers.
 
-The replicas exchange through the public pipes, and all arithmetic is differentiable operators of torch. So autograd
-derives the backward pass, also a second one.
+The replicas send their moments to each other through the public pipes (`SyncMaster` and `SlavePipe`). All arithmetic is
+done by differentiable operators of torch. So autograd computes the backward pass, and also gradients of gradients.
 """
 
 import math
@@ -19,16 +19,18 @@ from ..torch_private import graph_task_id, uncompiled
 
 __all__ = ["merge_messages", "sync_moments"]
 
-Moments = tuple[Tensor, Tensor, int]  # mean and biased variance, ``(C,)``, and elements per channel
-Message = tuple[Tensor, int, torch.Size]  # mean and variance ``(2, C)``, count, input shape
+# (mean, biased variance, number of elements per channel); mean and variance have the shape ``(C,)``.
+Moments = tuple[Tensor, Tensor, int]
+# The message of a replica: (mean and variance in one tensor ``(2, C)``, number of elements per channel, input shape).
+Message = tuple[Tensor, int, torch.Size]
 
 
 @uncompiled
 def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_group: Any = None) -> Moments:
     """Return mean, biased variance and count of each channel over the replicas of `pipe`, or over all processes.
 
-    It blocks the calling thread until all replicas have called it. Mean and variance can be differentiated any number
-    of times. See "Norms of your own" on the page "Extending".
+    The call blocks its thread until all replicas have called the function. Mean and variance can be differentiated any
+    number of times. See "Norms of your own" on the page "Extending".
 
     Example:
         >>> mean, var, count = sync_moments(torch.randn(4, 3, 5, 5), pipe=None)
@@ -70,11 +72,14 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
 
 
 def _exchange_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
-    """Merge the moments of this input with other processes, or else with the replicas of `pipe`."""
+    """Merge the mean and variance of `input` with those of other processes.
+
+    Without a process group, merge the mean and variance with those of the other replicas.
+    """
     values, dims = input.to(statistics_dtype(input.dtype)), reduced_dims(input)
     count = input.shape[0] * math.prod(input.shape[2:])
     var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
-    if group is not None:  # Merge with the other processes, in the autograd graph.
+    if group is not None:  # Merge with the moments of other processes, by differentiable operators.
         peers = processes.Peers(group, "sync_moments")
         sums = peers.all_reduce(torch.cat((mean * count, mean.new_full((1,), count))))
         total = sums[-1].clamp(min=1)
@@ -87,7 +92,7 @@ def _exchange_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, group:
     else:
         moments = pipe.run(message)
     mean, var, count = moments
-    return mean.clone(), var.clone(), count  # The user may change these copies in place.
+    return mean.clone(), var.clone(), count  # The user may change the returned tensors in place, so return copies.
 
 
 def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
@@ -97,7 +102,7 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
 
 
 def _merge_and_answer(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
-    """Merge the moments on the first device, and move the result to the device of each message."""
+    """Merge the moments of all messages on the device of the first one; move the result to each message's device."""
     mean_vars = [mean_var for _, (mean_var, _, _) in messages]
     counts = [elements for _, (_, elements, _) in messages]
     count = sum(counts)

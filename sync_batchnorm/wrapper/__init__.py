@@ -1,7 +1,8 @@
-"""The wrapper: replicate a module, connect the replicas, run them in threads, and gather their outputs.
+"""The wrapper `DataParallelWithCallback`: replicate a module, connect the replicas, run them, and gather their outputs.
 
-Callbacks of the modules decide about exchanges. The wrapper reads one fact about batch norm layers, their mode: it
-warns about plain layers in training mode, and refuses training of another replica's layers.
+The wrapper does not know how layers exchange: each layer decides this in its replication callback. The wrapper reads
+only the mode of batch norm layers. It warns about unsynchronized layers in training mode. It raises an error if a
+wrapper inside a replica would train synchronized layers of another replica.
 """
 
 from .arguments import Arguments as Arguments

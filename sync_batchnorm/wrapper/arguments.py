@@ -1,7 +1,8 @@
-"""Plan the split of a call's arguments: match them to the parameters of `forward`, choose a dimension for each tensor.
+"""Split the arguments of a call of the wrapper into chunks for the replicas, along a dimension for each tensor.
 
-All replicas must get rows of the same samples. Each tensor is split along its dimension in `in_dims`, or else along
-`dim` of the wrapper. The call is refused if the tensors would not give each replica the same share of their rows.
+Each tensor is split along its dimension in `in_dims`, or, without an entry in `in_dims`, along `dim` of the wrapper. A
+replica must get rows of the same samples from all tensors. So the wrapper raises an error if two tensors would give a
+replica different fractions of their rows.
 """
 
 import functools
@@ -23,22 +24,25 @@ __all__: list[str] = []
 
 _IN_DIMS = "name the dimension of its samples in in_dims, or None there if every replica needs the whole"
 
-InDims = Mapping[str, Dims] | None  # by argument name
+InDims = Mapping[str, Dims] | None  # the dimensions of samples by argument name, as the user passed them
 OutDims = Dims
 
-# The kinds of a method's parameters (`Parameter.VAR_POSITIONAL`, ...), by method and name: `signature` is slow.
+# A cache, because `inspect.signature` is slow: for each `forward` method, the kind of each parameter by its name. The
+# kinds are constants of `inspect`, such as `Parameter.VAR_POSITIONAL`.
 _kinds: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 
 
 def parameters_of(module: nn.Module) -> dict[str, int]:
-    """Return the kinds of parameters of a module's `forward`, by name.
+    """Return the kind of each parameter of a module's `forward`, by the name of the parameter.
 
-    Without a readable signature, `forward` counts as ``forward(*inputs, **kwargs)``.
+    A kind is a constant of `inspect`, such as `Parameter.VAR_POSITIONAL` for ``*args``.
+
+    If `inspect` cannot read the signature of `forward`, it counts as ``forward(*inputs, **kwargs)``.
     """
-    while isinstance(module, DataParallel):  # Its `forward` takes any arguments.
+    while isinstance(module, DataParallel):  # The `forward` of a `DataParallel` passes any arguments to its module.
         module = module.module
     children = dict(module.named_children()) if type(module).__module__.startswith("torch.") else {}
-    forward = children.get("_orig_mod", module).forward  # of the compiled module's original
+    forward = children.get("_orig_mod", module).forward  # torch.compile stores the original module as `_orig_mod`.
     method = getattr(forward, "__func__", forward)
     try:
         if method not in _kinds:
@@ -66,13 +70,16 @@ def check_dims(module: nn.Module, in_dims: Any, out_dims: Any) -> None:
 
 
 def chunk_sizes(rows: int, most: int) -> list[int]:
-    """Return the number of rows of each chunk, at most `most` chunks, as `torch.chunk`; `most` zeros without rows."""
+    """Return the number of rows in each chunk, if `torch.chunk` splits a tensor with `rows` rows into `most` chunks.
+
+    As with `torch.chunk`, the result may have fewer chunks than `most`. Without rows, all `most` chunks are empty.
+    """
     size = math.ceil(rows / most)
     return [min(size, rows - first) for first in range(0, rows, size)] if rows else [0] * most
 
 
 def _shares(rows: int, most: int) -> list[float]:
-    """Return the fraction of all rows in each chunk."""
+    """Return the fraction of the rows in each chunk, if `rows` rows are split into at most `most` chunks."""
     return [size / (rows or 1) for size in chunk_sizes(rows, most)]
 
 
@@ -80,27 +87,29 @@ _format_in_dims = functools.partial(format_dims, "in_dims")
 
 
 class Arguments:
-    """The arguments of one call of a wrapper.
+    """The positional and keyword arguments of one call of a wrapper, and their split into chunks.
 
     Args:
-        most: the number of devices, and the largest number of chunks.
+        most: the number of devices, and therefore the largest possible number of chunks.
     """
 
     def __init__(self, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> None:
         self._wrapper, self._inputs, self._kwargs, self._most = wrapper, inputs, kwargs, most
         self._in_dims = wrapper._sync_in_dims
-        # The number of rows in each chunk; empty if nothing is split.
+        # The number of rows in each chunk; an empty list if the wrapper does not split the arguments.
         self.sizes = self._sizes() if most > 1 and (inputs or kwargs) else []
 
     def chunks(self, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Sequence[Any]]:
-        """Return (positional arguments of each chunk, keyword arguments of each chunk).
+        """Return a list of the positional arguments, and one of the keyword arguments, with an entry for each chunk.
 
-        Without arguments both are empty, as in torch. A single chunk on its own device is not copied.
+        In a call without arguments, there are no chunks, as in torch. A single chunk is not copied if it is already on
+        the device of its replica.
         """
         if not self._inputs and not self._kwargs:
             return (), ()
         if self._most > 1:
-            # torch would make a chunk for each device if any argument has no tensors, and pad the other arguments.
+            # If there are fewer chunks of rows than devices, leave the last devices unused. If any argument holds no
+            # tensors, torch would call replicas on these devices, too, and they would lack their other arguments.
             devices = devices[: len(self.sizes)]
         if len(devices) == 1 and self._are_on(devices[0]):
             return (self._inputs,), (self._kwargs,)
@@ -109,10 +118,10 @@ class Arguments:
         )
 
     def _are_on(self, device: torch.device) -> bool:
-        """Return whether a single replica on `device` can take the arguments as they are."""
+        """Return whether a single replica on `device` can use the arguments without a copy or transfer."""
         values = (*self._inputs, *self._kwargs.values())
         if not self._in_dims and all([type(value) is Tensor and value.device == device for value in values]):
-            return True  # torch.compile of torch 2.8 cannot trace the code below.
+            return True  # torch.compile (torch 2.8) cannot trace the code below, so return early.
 
         def is_ready(leaf: Leaf) -> bool:
             if isinstance(leaf.value, Tensor):
@@ -123,17 +132,19 @@ class Arguments:
 
     @functools.cached_property
     def tree(self) -> Tree:
-        """The arguments as one tree: a dict by parameter names of `forward`.
+        """All arguments of the call as one tree. Its root is a dict by the names of parameters of `forward`.
 
-        Positional arguments beyond the named parameters are a dict by index, under the name of ``*args``.
+        Positional arguments that only ``*args`` of `forward` can take are in a dict by index, under its name.
         """
         inputs, kwargs = self._inputs, self._kwargs
-        # On one device and without `in_dims`, names are not needed.
+        # The names of parameters are needed only to look up entries in `in_dims`, and for errors about the split.
         kinds = parameters_of(self._wrapper.module) if self._in_dims or self._most > 1 else {}
         names = [name for name, kind in kinds.items() if kind < Parameter.VAR_POSITIONAL]
         arguments: dict[str, Any] = dict(zip(names, inputs, strict=False))
         self._num_named, self._rest = len(arguments), ""
-        if len(inputs) > len(names):  # A dict, as 0 in `in_dims` would split a tuple by its entries.
+        # Positional arguments for ``*args`` are stored in a dict, not in a tuple. If `in_dims` names dimension 0 for
+        # them, a tuple would count as a list of samples.
+        if len(inputs) > len(names):
             self._rest = next((name for name, kind in kinds.items() if kind is Parameter.VAR_POSITIONAL), "inputs")
             self._rest = f"*{self._rest}" if self._rest in kwargs else self._rest
             arguments[self._rest] = dict(zip(map(Index, range(len(inputs))), inputs[len(names) :], strict=False))
@@ -144,18 +155,21 @@ class Arguments:
         return Tree(arguments | kwargs, self._in_dims or UNSPECIFIED)
 
     def _args_and_kwargs(self, chunk: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Separate a chunk of `tree` into positional and keyword arguments."""
+        """Separate one chunk of the tree of all arguments into (positional arguments, keyword arguments)."""
         others = chunk.pop(self._rest).values() if self._rest else ()
         names = list(chunk)
         return (*map(chunk.pop, names[: self._num_named]), *others), chunk
 
     @functools.cached_property
     def dims(self) -> list[int | None]:
-        """The dimension for the split of each leaf; None for leaves that every replica gets whole."""
+        """The dimension along which each leaf of `tree` is split, or None for a leaf that is not a tensor to split."""
         return list(map(self._dim_of, self.tree.leaves))
 
     def describe_split(self) -> str:
-        """Describe, for an error note, the split of tensors without a dimension in `in_dims`; empty without any."""
+        """Return a text for the note of an error: into how many rows the wrapper split each tensor of the arguments.
+
+        The text leaves out tensors with a dimension in `in_dims`. It is empty if no other tensors were split.
+        """
         cut: list[str] = []
         for leaf, dim in zip(self.tree.leaves, self.dims, strict=True):
             if leaf.dim is UNSPECIFIED and dim is not None:
@@ -171,7 +185,7 @@ class Arguments:
         return leaf.resolve_dim(self._wrapper.dim, _IN_DIMS)
 
     def _sizes(self) -> list[int]:
-        """Return the size of each chunk; raise an error if replicas would get rows of different samples."""
+        """Return the number of rows in each chunk. Raise an error if a replica would get rows of different samples."""
         for path, kind in self.tree.unreachable:
             raise self._uncut_error(path, f"a {kind} that holds tensors")
         rows = list(map(self._rows, self.tree.leaves, self.dims))
@@ -192,7 +206,7 @@ class Arguments:
         return chunk_sizes(batch, self._most)
 
     def _rows(self, leaf: Leaf, dim: int | None) -> int | None:
-        """Return the number of rows of a tensor, or entries of a list; None for leaves that all replicas get whole."""
+        """Return the number of rows of a tensor, or of entries of a list; None if every replica gets the whole leaf."""
         path, value, named = leaf
         if leaf.splits_by_entry():
             return len(value)
@@ -206,11 +220,14 @@ class Arguments:
         return int(value.shape[dim])
 
     def _outermost_list(self, path: Path) -> Path | None:
-        """Return the path of the outermost list around a leaf, among lists without a dimension in `in_dims`."""
+        """Return the path of the outermost list that contains a leaf, and for which `in_dims` names no dimension."""
         return next((path[:i] for i in range(1, len(path) + 1) if path[:i] in self.tree.lists), None)
 
     def _remedy_for_lists(self, *paths: Path) -> str:
-        """Return the part of a remedy for lists with one entry per sample around leaves at these paths."""
+        """Return a part of the remedy in an error message, about lists around the leaves at `paths`.
+
+        If a list holds one entry for each sample, the user should pass dimension 0 for the list in `in_dims`.
+        """
         lists = dict.fromkeys(filter(None, map(self._outermost_list, paths)))
         return "".join([f", {_format_in_dims(path, 0)} for a list with an entry for each sample" for path in lists])
 
@@ -233,7 +250,10 @@ class Arguments:
         )
 
     def _warn_of_lists(self, rows: list[int | None], batch: int) -> None:
-        """Warn once about a list whose tensors differ from the batch in their number of rows."""
+        """Warn if a list may hold one entry for each sample, but is not split by its entries.
+
+        The warning names a list if a tensor in the list does not have as many rows as the batch.
+        """
         for path, (entries, start, end) in self.tree.lists.items():
             if len(entries) > 1 and not {*rows[start:end]} <= {batch, None}:
                 return warn_once(
@@ -245,7 +265,7 @@ class Arguments:
 
 
 def _remedy_for_rows(leaf: Leaf) -> str:
-    """Return the remedy for an argument with another number of rows, given its entry in `in_dims`."""
+    """Return the remedy for an argument whose number of rows does not fit the other arguments."""
     path = format_path(leaf.path)
     if leaf.dim is UNSPECIFIED:
         return f"name the dimension of the samples of {path} in in_dims"

@@ -1,8 +1,8 @@
-"""Call the replication callbacks: ``__data_parallel_replicate__(ctx, copy_id)`` on the replicas of each submodule.
+"""Call the replication callback ``__data_parallel_replicate__(ctx, copy_id)`` of each submodule, in all replicas.
 
-A layer cannot reach its copies in other replicas. So the callbacks run in the caller's thread, before the forward pass,
-and get one context object for all copies of a submodule. Replica 0 stores a `SyncMaster` in it, and the other replicas
-register there:
+A layer in one replica cannot reach its copies in the other replicas. So before the forward pass, the caller's thread
+calls the callbacks of all copies of a layer with the same context object. The callback in replica 0 stores a
+`SyncMaster` in this context. The callbacks in the other replicas register with this `SyncMaster`:
 
                     replica 0                             replica 1
     ctx of "bn1"    ctx.sync_master = SyncMaster(...)     pipe = ctx.sync_master.register_slave(1)
@@ -28,13 +28,14 @@ _CALLBACK = "__data_parallel_replicate__"
 
 
 class CallbackContext:
-    """The object shared by all copies of one submodule, for one forward pass. Set any attribute on it.
+    """The object that all copies of one submodule share during one forward pass. Callbacks can set any attribute on it.
 
-    Callbacks get it as `ctx`. Setting a `SyncMaster` resets it for this forward pass and makes the current replica its
-    master.
+    Callbacks get it as `ctx`. Setting a `SyncMaster` on it resets the `SyncMaster` for this forward pass and makes the
+    current replica its master.
     """
 
-    _sync_pools: "ref[WorkspacePools] | None" = None  # shared by all forward passes of a wrapper
+    # The memory pools of the wrapper for exchanges on GPUs. All forward passes of the wrapper share them.
+    _sync_pools: "ref[WorkspacePools] | None" = None
 
     if TYPE_CHECKING:
 
@@ -49,7 +50,7 @@ class CallbackContext:
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     """Call ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule that defines it, in a wrapper of your own.
 
-    The order is: all callbacks of replica 0, then of replica 1, and so on. Copies of a submodule share one
+    All callbacks of replica 0 are called first, then those of replica 1, and so on. All copies of a submodule share one
     `CallbackContext`. `modules` are the replicas of one module, in order.
 
     Raises:
@@ -73,7 +74,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 def execute_callbacks(
     modules: Sequence[nn.Module], coordinator: Coordinator, pools: "ref[WorkspacePools] | None" = None
 ) -> dict[str, CallbackContext]:
-    """Call all callbacks, and return the contexts by the name of their submodule."""
+    """Call the replication callbacks of all replicas; return the `CallbackContext` of each submodule by its name."""
     named = names_of_modules(modules[0]).items()
     contexts = {name: CallbackContext() for module, name in named if hasattr(type(module), _CALLBACK)}
     for ctx in contexts.values():
@@ -86,7 +87,7 @@ def execute_callbacks(
             for name, path, ctx in paths:
                 module: Any = replica
                 for child in path:
-                    module = module._modules[child]  # `getattr` takes ten times as long
+                    module = module._modules[child]  # `getattr(module, child)` would take ten times as long.
                 current.name = name or type(module).__name__
                 module.__data_parallel_replicate__(ctx, current.number)
     finally:
@@ -95,9 +96,10 @@ def execute_callbacks(
 
 
 def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
-    """Raise an error for a wrapper inside a replica, if it would train synchronized layers.
+    """Raise an error if a wrapper is called inside a replica of another wrapper, and would train synchronized layers.
 
-    The inner wrapper would synchronize its own replicas with each other, but not with the other outer replicas.
+    The inner wrapper would make replicas of its own. Its layers would synchronize these replicas with each other, but
+    not with the other replicas of the outer wrapper.
     """
     for child in module.modules():
         if hasattr(type(child), _CALLBACK) and _uses_batch(child):
@@ -105,10 +107,10 @@ def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> None:
-    """Raise an error if a layer of `module` exchanges through another package, while replicas take turns.
+    """Raise an error if a layer exchanges through another package than this one, and replicas share a device.
 
-    A replica must give up its turn while it waits. The layers of the other package, such as a copy of this one, would
-    wait without that, and keep the other replicas from running.
+    Replicas on one device run one at a time, and a replica that waits in a layer lets the next replica run. A layer of
+    another package, such as a copy of this one, would keep its turn while it waits. Other replicas could never run.
     """
     for name, ctx in contexts.items():
         packages = list(filter(None, map(_package_of_pipe, vars(ctx).values())))
@@ -123,14 +125,17 @@ def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> 
 
 
 def _package_of_pipe(value: object) -> str | None:
-    """Return the package of a `SyncMaster` or `SlavePipe` from elsewhere; None for this package's and other objects."""
+    """Return the name of the package of a `SyncMaster` or `SlavePipe`; None if that is this package.
+
+    For any other object, also return None.
+    """
     if isinstance(value, (SyncMaster, SlavePipe)):
         return None
-    # Copies of this package and the older library use the same class names.
+    # Copies of this package, and the older library, also name their classes `SyncMaster` and `SlavePipe`.
     modules = [cls.__module__ for cls in type(value).__mro__ if cls.__name__ in ("SyncMaster", "SlavePipe")]
     return re.sub(r"\.(comm|meeting\.pipes)$", "", modules[0]) if modules else None
 
 
 def _uses_batch(layer: nn.Module) -> bool:
-    """Return whether a layer normalizes with batch statistics, not with running statistics."""
+    """Return whether a batch norm layer normalizes with batch statistics, rather than with its running statistics."""
     return layer.training or getattr(layer, "running_mean", 0) is None

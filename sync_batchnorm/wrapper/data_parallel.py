@@ -1,8 +1,9 @@
-"""The wrapper: `DataParallelWithCallback`, and the patch that gives an existing `DataParallel` the same behavior.
+"""The wrapper `DataParallelWithCallback`, and a patch that gives an existing `DataParallel` object the same behavior.
 
-A forward pass takes four steps. Users override them in subclasses of `DataParallel`, and expect `super()` to work. A
-single class with both the steps and our additions would fail: an overridden step would lose the additions to it. So two
-classes share the work, and the user's class stands between them when an object is patched:
+A forward pass of `DataParallel` takes four steps: `scatter`, `replicate`, `parallel_apply` and `gather`. Users override
+these methods in subclasses, and call `super()` in them. We cannot put the default steps and our additions into a single
+class: if a user overrides a step, our addition to this step would be lost. So two classes share the work. When an
+object of a user's class is patched, the user's class stands between these two in the method resolution order:
 
     _ReplicationMixin                    the user's class     AnyDeviceDataParallel
     additions, always run                may override         default steps
@@ -11,9 +12,10 @@ classes share the work, and the user's class stands between them when an object 
     replicate: call the callbacks        replicate            copy the module
     parallel_apply: modes, failures      parallel_apply       call a `ReplicaHandle` for each replica, in threads
                                          gather               concatenate the outputs
+    ----------------------------------   ------------------   ----------------------------------------------------
 
-The state of a forward pass belongs to its replicas and ends with them, except for memory on GPUs, see
-NOTE [workspaces].
+The replicas hold all state of a forward pass, so this state ends with the replicas. The only exception is memory on
+GPUs that later forward passes use again, see NOTE [workspaces].
 """
 
 from collections.abc import Callable, Sequence
@@ -50,9 +52,10 @@ NO_ACCELERATOR = (
     "DataParallelWithCallback(module, ['cpu'] * 2), or derive your own class of DataParallel from it"
 )
 
-# The default steps that ran in this forward pass, by (wrapper, step); an overridden step may not call its default. The
-# value of "scatter" describes the split, for error notes. The dict is emptied at the end of the pass, as threads from
-# user code may keep this context alive.
+# Which default steps of a wrapper, such as "scatter", ran in the current forward pass: a dict by (wrapper, step). If a
+# user's class overrides a step without a call of `super()`, the step is missing. The value for "scatter" is a function
+# that describes the split for error notes. The dict is emptied at the end of the forward pass, because threads started
+# by user code may keep this context alive.
 _default_steps_run: ContextVar[dict[tuple[nn.Module, str], Any]] = ContextVar("_default_steps_run")
 
 
@@ -81,9 +84,10 @@ class AnyDeviceDataParallel(DataParallel[Any]):
             self.module, self.dim, self.device_ids = module, dim, list(devices)
             self.output_device, self.src_device_obj = output or devices[0], devices[0]
         else:
-            output = -1 if output == torch.device("cpu") else output_device  # torch's number for the CPU
+            output = -1 if output == torch.device("cpu") else output_device  # In torch, -1 is the device id of the CPU.
             super().__init__(module, device_ids, output, dim)  # type: ignore[arg-type]
-            if not self.device_ids:  # Without an accelerator, torch's constructor returns early.
+            # Without an accelerator, torch's `DataParallel` does not set `dim` and `output_device`, so set them here.
+            if not self.device_ids:
                 self.dim, self.output_device = dim, output
                 if devices:
                     warn_once(NO_ACCELERATOR)
@@ -91,7 +95,9 @@ class AnyDeviceDataParallel(DataParallel[Any]):
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
         arguments = Arguments(self, inputs, kwargs or {}, len(device_ids))
-        if len(self.device_ids) > 1:  # torch.compile cannot trace a `ContextVar`, and may trace a single replica.
+        # With a single device, do not use the `ContextVar` `_default_steps_run`: torch.compile may trace such a
+        # wrapper, but cannot trace a `ContextVar`.
+        if len(self.device_ids) > 1:
             _default_steps_run.get({})[self, "scatter"] = arguments.describe_split
         devices = tuple(map(as_device, device_ids))
         return arguments.chunks(devices, not unsupported_by_torch(devices))
@@ -109,19 +115,23 @@ class AnyDeviceDataParallel(DataParallel[Any]):
 
 
 class _ReplicationMixin(DataParallel[Any]):
-    """Adds to the steps of a `DataParallel`: call the callbacks, let replicas exchange, report failures, and warn.
+    """Extend the steps of a `DataParallel`: call replication callbacks, connect replicas, report failures, and warn.
 
-    It is not derived from `AnyDeviceDataParallel`. Otherwise that class would precede the bases of a patched user's
-    class in the method resolution order, and `super()` in the user's class would skip these bases.
+    This class must not be derived from `AnyDeviceDataParallel`. If it were, `AnyDeviceDataParallel` would come before
+    the user's base classes in the method resolution order of a patched object. Then a call of `super()` in the user's
+    class would skip these base classes.
     """
 
-    _sync_behind = (AnyDeviceDataParallel,)  # the last base of a patched class, before torch's `DataParallel`
+    # The last base class of a class derived for a patched object. It comes right before torch's `DataParallel`.
+    _sync_behind = (AnyDeviceDataParallel,)
+    # Default values of options, for wrappers loaded from pickles of older versions: the options are missing there.
     _sync_timeout: float = DEFAULT_TIMEOUT
-    _sync_in_dims: InDims = None  # Pickles of older versions have neither `in_dims` nor `out_dims`.
+    _sync_in_dims: InDims = None
     _sync_out_dims: OutDims = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.__dict__.get("_is_replica"):  # This wrapper is a submodule of another wrapper's replica.
+        # If this wrapper is a submodule of another wrapper's replica, run its module directly in this thread.
+        if self.__dict__.get("_is_replica"):
             return self.module(*inputs, **kwargs)
         if len(self.device_ids) > 1:
             return self._forward_in_replicas(*inputs, **kwargs)
@@ -160,9 +170,10 @@ class _ReplicationMixin(DataParallel[Any]):
             steps.clear()
 
     def _refuse_ignored_dims(self, step: str, option: str, dims: Any) -> None:
-        """Raise an error for `in_dims` or `out_dims`, if the user's `scatter` or `gather` ignores them."""
+        """Raise an error if the option `in_dims` or `out_dims` was ignored by the user's own `scatter` or `gather`."""
         key = self, step
-        # Outside `forward`, where users call the steps one by one, the variable is not set: no error.
+        # Users may call `scatter`, `replicate` and the other steps one by one, without `forward`. Then
+        # `_default_steps_run` is not set, and this method raises no error.
         if dims is not None and key not in _default_steps_run.get({key: None}):
             raise RuntimeError(
                 f"{option} of a {type(self).__name__} would be ignored, as its own {step} does not call that of "
@@ -183,7 +194,9 @@ class _ReplicationMixin(DataParallel[Any]):
         try:
             contexts = execute_callbacks(replicas, coordinator, pools_of(self))
         except BaseException as error:
-            coordinator.abort(error, 0.0)  # A module may keep its `SyncMaster`, and wait there later.
+            # A layer may keep its `SyncMaster` although a callback failed. Abort the coordinator, so that an exchange
+            # through this `SyncMaster` later raises an error, and does not wait forever.
+            coordinator.abort(error, 0.0)
             raise
         if not contexts:
             _warn_of_plain_layers(self, module)
@@ -191,7 +204,10 @@ class _ReplicationMixin(DataParallel[Any]):
         return list(map(ReplicaHandle, forward_pass.prepare(replicas, devices)))
 
     def parallel_apply(self, replicas: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run the replicas, and raise the error of a failed replica. Further arguments are passed on."""
+        """Run the replicas and return their outputs. If a replica fails, raise its error in the caller's thread.
+
+        Further arguments are passed on to the next `parallel_apply` in the method resolution order.
+        """
         handles = _handles_of(self, replicas)
         runs = [handle._sync_run for handle in handles]
         forward_pass = runs[0].forward_pass
@@ -200,7 +216,8 @@ class _ReplicationMixin(DataParallel[Any]):
         describe_split = _default_steps_run.get({}).get((self, "scatter"), str)
         outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [describe_split(), look.note()])))
         look.warn()
-        # `original is replica`: the user made the replicas, and another coordinator may connect them.
+        # Warn about plain batch norms if no synchronized layer exchanged in this forward pass. But if the user made the
+        # replicas (`original is replica`), do not warn, because another coordinator may connect their layers.
         if not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica:
             layers: Any = [it for it in runs[0].replica.modules() if vars(it).get("_sync_connection") is not None]
             if any([layer.training and layer.group_size != 1 for layer in layers]):
@@ -213,7 +230,7 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
     """`torch.nn.DataParallel` with replicas that can exchange, also on the CPU and several on one device.
 
     If a replica fails, waiting replicas stop, and your thread gets the exception with the replica's traceback in a
-    note. A batch of a single chunk runs in the module itself, as does a wrapper inside a replica: without threads and
+    note. A batch of a single chunk, or a wrapper inside a replica, runs in the module itself, without threads and
     callbacks.
 
     Example:
@@ -283,7 +300,7 @@ def patch_replication_callback(
 
 
 def patch(data_parallel: DataParallel[Any]) -> None:
-    """Change the class of a `DataParallel` object to one that connects its replicas, unless it has one."""
+    """Change the class of a `DataParallel` object, so that it connects its replicas. Do nothing if it already does."""
     cls: Any = type(data_parallel)
     if not issubclass(cls, _ReplicationMixin):
         patched = DataParallelWithCallback if cls is DataParallel else derived_class(cls, _ReplicationMixin)
@@ -291,7 +308,10 @@ def patch(data_parallel: DataParallel[Any]) -> None:
 
 
 def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
-    """Restrict an object that is no longer patched to devices that `nn.DataParallel` supports."""
+    """Remove devices that `nn.DataParallel` does not support from a wrapper that is no longer patched.
+
+    `nn.DataParallel` supports neither the CPU nor several replicas on one device.
+    """
     data_parallel.__dict__.pop("_sync_timeout", None)
     devices = tuple(map(as_device, data_parallel.device_ids))
     if unsupported_by_torch(devices):
@@ -299,15 +319,17 @@ def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
 
 
 def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
-    """Return a `ReplicaHandle` for each of `replicas`, all of one `ForwardPass`.
+    """Return a `ReplicaHandle` for each object in `replicas`. All handles belong to one `ForwardPass`.
 
-    A user's `parallel_apply` may replace the handles by modules or functions that call them. Such an object gets a new
-    handle, for the run that `replicate` prepared at the same place.
+    `replicate` returns a list of handles, but a user's `parallel_apply` may replace some handles by functions or
+    modules that call them. In this case, each object in `replicas` gets a new handle. The new handle belongs to the run
+    that `replicate` prepared at the same index of the list.
     """
     if {*map(type, replicas)} == {ReplicaHandle}:
         return list(replicas)
     runs = prepared_runs()
-    if len(runs) != len(replicas):  # The user made the replicas, or a single chunk needs none.
+    # If the user made the replicas, or if there is a single chunk, `replicate` did not prepare any runs.
+    if len(runs) != len(replicas):
         originals = [replica if isinstance(replica, nn.Module) else wrapper.module for replica in replicas]
         devices = list(map(as_device, wrapper.device_ids[: len(replicas)]))
         forward_pass = ForwardPass(originals[0], new_coordinator(devices, wrapper._sync_timeout))
@@ -316,7 +338,7 @@ def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
 
 
 def _checked_options(module: nn.Module, timeout: float, in_dims: InDims, out_dims: OutDims) -> dict[str, Any]:
-    """Check the options of a wrapper, and return its attributes for them."""
+    """Check the options of a wrapper, and return a dict with the attributes that store these options."""
     check_module(module)
     check_dims(module, in_dims, out_dims)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
@@ -329,7 +351,7 @@ def _checked_options(module: nn.Module, timeout: float, in_dims: InDims, out_dim
 
 
 def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
-    """Warn about batch norm layers in training mode, in a module without layers that exchange."""
+    """Warn about batch norm layers that are in training mode and do not synchronize, if a module contains any."""
     norms = [(name, child) for name, child in module.named_modules() if isinstance(child, BatchNormBase)]
     plain = [name for name, norm in norms if norm.training and not hasattr(norm, "__data_parallel_replicate__")]
     if plain:
@@ -342,7 +364,11 @@ def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def _warn_of_checkpoint(wrapper: nn.Module, outputs: list[Any]) -> None:
-    """Warn about a checkpoint around the wrapper: its saved-tensor hooks are set in the caller's thread only."""
+    """Warn if the call of the wrapper is inside `torch.utils.checkpoint.checkpoint`.
+
+    A checkpoint around the wrapper saves no memory: its hooks for saved tensors are set in the caller's thread only,
+    not in the threads of replicas.
+    """
     pack, _ = saved_tensors_hooks(True) or (None, None)
     is_around = len(outputs) > 1 and getattr(pack, "__module__", None) == "torch.utils.checkpoint"
     if is_around and any([tensor.requires_grad for tensor in tensors_in(outputs)]):

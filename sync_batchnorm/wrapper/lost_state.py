@@ -1,4 +1,9 @@
-"""Warnings of what `forward` sets and loses with its replica, and of what hooks set on the model, or read from it."""
+"""Warn about attributes that `forward` sets on a replica and that the model loses, and about hooks that use the model.
+
+`self` in `forward` is a replica. An attribute set on the replica is lost when the replica ends. The variables of a hook
+refer to the model instead. So a hook may set an attribute of the model that `forward` reads from the replica, or read
+an attribute of the model that `forward` sets on the replica.
+"""
 
 import reprlib
 from collections import Counter
@@ -15,7 +20,9 @@ from .hooks import hooks_of, reads_of
 
 __all__: list[str] = []
 
-LOOKS = 3  # Arbitrary: what a model counts or averages, it does in each training step.
+# How many forward passes of a wrapper are checked in training mode, and how many in eval mode. The number is arbitrary.
+# A few are enough, because a model that counts or averages something does it in each training step.
+LOOKS = 3
 _KINDS = frozenset({bool, int, float, complex, str})
 CHANGE_IN_PLACE = "Change buffers in place, as in self.step.add_(1), or set it outside forward()"
 MAKE_BEFORE = "Make modules, parameters and buffers in __init__()"
@@ -31,24 +38,26 @@ _SET += f"{REGISTER}, or return what it collects"
 _READ = "hooks of {model} ({details}) read {names} of the model itself, while forward() sets that of the replica: they "
 _READ += f"get an older value, or none. {REGISTER}"
 
-# By wrapper, how many forward passes were looked at in training mode and in eval mode, and how often each attribute was
-# named in each kind of warning. Not an attribute: a copy or pickle of a wrapper begins at zero.
+# For each wrapper, a counter with two kinds of keys. The keys True and False count the forward passes that were checked
+# in training mode and in eval mode. A key (text of a warning, name of an attribute) counts how often this warning named
+# the attribute. The counter is not an attribute of the wrapper, so a copy or pickle of a wrapper begins at zero.
 _looks: "WeakKeyDictionary[nn.Module, Counter[Any]]" = WeakKeyDictionary()
 
-# How many forward passes have changed a parameter in place, by module and by name.
+# For each wrapped module and each name of a parameter: how many forward passes changed the parameter in place.
 _changes: "WeakKeyDictionary[nn.Module, Counter[str]]" = WeakKeyDictionary()
 
-# The modules of a model, each with the prefix of its attributes' names in the model; its attributes, parameters,
-# buffers and submodules at one moment; and the data of its parameters.
+# The state of a model at one moment. For each module: (the prefix of names in this module, such as "layer1.bn."; its
+# attributes, parameters, buffers and submodules by name; the data of its parameters by name).
 Snapshot = dict[nn.Module, tuple[str, dict[str, Any], dict[str, Tensor]]]
-Found = dict[str, tuple[str, str]]  # by name of an attribute: how a text shows it, and a remedy or a hook
+# For the name of each attribute to warn about: (the text that shows the attribute, the remedy or the name of a hook).
+Found = dict[str, tuple[str, str]]
 
 
 class Look:
-    """Replica 0 and the model before a forward pass, to tell afterwards which attributes have changed.
+    """A check of one forward pass: it compares the attributes of replica 0 and of the model before and after the pass.
 
-    Nothing is looked at after the first forward passes of a wrapper in the mode of the replica, and for a module that
-    is no replica.
+    Only the first forward passes of a wrapper in training mode, and the first in eval mode, are checked. A module that
+    runs without replicas is not checked.
     """
 
     def __init__(self, wrapper: nn.Module, original: nn.Module, replica: nn.Module) -> None:
@@ -56,18 +65,23 @@ class Look:
         self._mode = replica.training
         is_due = vars(replica).get("_is_replica") and self._looks[self._mode] < LOOKS
         self._of_replica = _snapshot(replica) if is_due else {}
-        # Replicas of somebody else's are their own originals.
+        # If the user made the replicas, the original model is unknown, and `original` is the replica itself.
         self._of_model = _snapshot(original) if is_due and original is not replica else {}
 
     def warn(self) -> None:
-        """Count a look, and warn of each attribute once."""
+        """Warn about attributes that the model lost, and about hooks that use the model, after a forward pass.
+
+        Each warning names an attribute only once for each wrapper. The forward pass is added to the number of forward
+        passes that were checked.
+        """
         self._looks[self._mode] += bool(self._of_replica)
         for text in self._texts(has_ended=True):
             warn_once(text)
 
     def note(self) -> str:
-        """Return what the note of an error says of hooks of the model, after a forward pass that has failed."""
-        with suppress(Exception):  # whatever state replicas and devices are in
+        """Return a text about hooks that use the model, for the note of the error of a failed forward pass."""
+        # The failure may have left replicas or devices in a broken state, and any access may raise another error.
+        with suppress(Exception):
             return " ".join([f"In this forward pass, {text}." for text in self._texts(has_ended=False)])
         return ""
 
@@ -82,10 +96,15 @@ class Look:
                 yield form.format(model=type(self._replica).__name__, names=names, details=details)
 
     def _of_hooks(self, has_ended: bool) -> Iterator[tuple[str, Found]]:
-        """Yield what was set on the model, and what hooks read from it while the replica has another value."""
+        """Yield (text of the warning, attributes to name in it) for each of the two warnings about hooks of the model.
+
+        One warning names attributes that were set on the model while replicas ran. The other warning names attributes
+        that a hook reads from the model, although `forward` set another value on the replica.
+        """
         on_model, on_replica = _reassigned(self._of_model), _reassigned(self._of_replica)
         changed = [(name, old) for name, (_, _, old, new) in on_model.items() if not _are_equal(old, new)]
-        # What was missing or None before may be a cache. A later pass tells.
+        # An attribute that was missing or None before this forward pass may be a cache that is filled once. Any other
+        # attribute changes again in a later forward pass, and is in the warning then.
         yield _SET, {name: (name, "") for name, old in changed if old is not None or not has_ended}
         found: Found = {}
         for _, hook, variables in hooks_of(self._original) if on_replica else ():
@@ -99,7 +118,8 @@ class Look:
 def _snapshot(root: nn.Module) -> Snapshot:
     snapshot: Snapshot = {}
     for name, module in root.named_modules():
-        if not isinstance(module, torch.jit.ScriptModule):  # which makes new objects of its buffers at each look
+        # Leave out scripted modules: each access to a buffer of a scripted module returns a new object.
+        if not isinstance(module, torch.jit.ScriptModule):
             data = {k: p.detach() for k, p in module._parameters.items() if p is not None and p.layout == torch.strided}
             snapshot[module] = f"{name}." if name else "", _members(module), data
     return snapshot
@@ -110,7 +130,11 @@ def _members(module: nn.Module) -> dict[str, Any]:
 
 
 def _reassigned(state: Snapshot) -> dict[str, tuple[nn.Module, str, Any, Any]]:
-    """Return by name each member that is reassigned: the module, the attribute, the old value or None, the new one."""
+    """Return the attributes of a model that were reassigned since a snapshot of the model.
+
+    The result maps full names, such as "layer1.bn.count", to (module, attribute name, old value, new value). The old
+    value is None if the attribute is new. Parameters, buffers and submodules count as attributes, too.
+    """
     return {
         prefix + key: (module, key, old.get(key), new)
         for module, (prefix, old, _) in state.items()
@@ -120,16 +144,23 @@ def _reassigned(state: Snapshot) -> dict[str, tuple[nn.Module, str, Any, Any]]:
 
 
 def _are_equal(before: Any, value: Any) -> bool:
-    """Return whether two values are equal, whatever objects they are. NaN is equal to NaN."""
-    with suppress(Exception):  # of values that cannot be compared
-        if isinstance(before, Tensor):  # An optimizer knows a parameter by its identity.
+    """Return whether two values of an attribute are equal. NaN is equal to NaN.
+
+    A new parameter never equals the old one, because an optimizer identifies a parameter by its object. Two values that
+    cannot be compared are not equal.
+    """
+    with suppress(Exception):
+        if isinstance(before, Tensor):
             return torch.equal(before, value) and not isinstance(before, nn.Parameter)
         return bool(before == value or (before != before and value != value))
     return False
 
 
 def _lost(replica: nn.Module, state: Snapshot) -> Found:
-    """Return the members that a replica has reassigned, and that the model would have kept on one device."""
+    """Return the attributes that the model loses because `forward` set them on a replica.
+
+    Parameters, buffers and submodules count as attributes. `state` is the snapshot of the replica before `forward`.
+    """
     known = {id(replica)} | {id(member) for _, members, _ in state.values() for member in members.values()}
     lost = Found()
     for name, (module, key, before, value) in _reassigned(state).items():
@@ -140,25 +171,28 @@ def _lost(replica: nn.Module, state: Snapshot) -> Found:
         for key, old in data.items():
             new: Any = members[key]
             is_replaced = new.data_ptr() != old.data_ptr() and module._parameters.get(key) is new
-            if is_replaced and new.dtype == old.dtype and not torch.equal(new, old):  # The same numbers may move.
+            # A parameter is not lost if only the memory of its data changed, but not the values.
+            if is_replaced and new.dtype == old.dtype and not torch.equal(new, old):
                 lost[prefix + key] = prefix + key, CHANGE_IN_PLACE
     return lost
 
 
 def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: bool) -> str | None:
-    """Return what to do if a member of a module that was reassigned is lost, or None if it is not.
+    """Return the remedy if the model loses an attribute that `forward` reassigned on a replica; None if it does not.
 
-    Of attributes, a number or a string is lost that has replaced another one, and a 0-dimensional tensor that requires
-    a gradient and has replaced any value: a training loop reads such a penalty. All other tensors are activations, and
-    what was None or missing may be a cache, which is filled in each forward pass. The mode may be set for the time that
-    a forward runs.
+    A number or a string in a plain attribute is lost if it replaced another number or string. The attribute `training`
+    is an exception, because `forward` may switch the mode for a while.
+
+    A tensor in a plain attribute is lost if it is 0-dimensional, requires a gradient, and replaced another value: a
+    training loop may read such a penalty. Other tensors count as activations. If a plain attribute was None or missing,
+    it counts as a cache, which each forward pass fills.
     """
     is_new = value is not None and not is_known
     if name in module._modules:
         return MAKE_BEFORE if is_new and value.state_dict() else None
     if name in module._parameters:
         return MAKE_BEFORE if is_new and before is None else None
-    if name in module._buffers:  # Others than those in the state may be caches, too.
+    if name in module._buffers:  # A new buffer counts as a cache unless the state dict contains it.
         return CHANGE_IN_PLACE if before is not None else MAKE_BEFORE if name in module.state_dict() else None
     if type(value) in _KINDS and type(before) in _KINDS:
         return CHANGE_IN_PLACE if name != "training" and not _are_equal(before, value) else None
@@ -167,31 +201,39 @@ def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: boo
 
 
 class ParameterChanges:
-    """The changes in place of parameters in a forward pass whose replicas share their memory.
+    """Find parameters that `forward` changes in place, although replicas on one device share the parameters' memory.
 
-    Replicas may all change a parameter in the same way, as `clamp_` does, so that to repeat it changes nothing, or each
-    other rows, as `max_norm` does. An element that one turn has changed and a later one changes again is certain. A
-    parameter is copied after the first forward pass that has changed it, until a few more have.
+    Such replicas run in turns, so each replica repeats the change on the result of the replica before. The repetition
+    may be harmless: a second `clamp_` changes nothing, and the `max_norm` of an embedding may change other rows in each
+    replica. The fault is certain only if one turn changes an element of the parameter, and a later turn changes the
+    same element again.
+
+    To find elements that change twice, a parameter is copied before and during a few forward passes. These are the
+    forward passes after the first one in which the parameter changed.
     """
 
     def __init__(self, module: nn.Module) -> None:
         parameters = [(name, p) for name, p in module.named_parameters() if not p.is_inference()]
-        # The version of a tensor grows with every change in place of its memory.
+        # Torch counts changes in place: `_version` of a tensor grows with every change of its memory.
         self._parameters = {name: (p, p._version) for name, p in parameters if p.layout == torch.strided}
         self._counts = _changes.setdefault(module, Counter())
         watched = [name for name in self._counts if self._counts[name] <= LOOKS and name in self._parameters]
-        # Copies of each watched parameter: before the pass, and after the first turn that changes it.
+        # For each watched parameter, a list of copies: one from before the forward pass, and one from after the first
+        # turn of a replica that changes the parameter.
         self.watched = {name: [self._parameters[name][0].detach().clone()] for name in watched}
 
     def look(self) -> None:
-        """Copy parameters that have just changed in a turn, the first turn that changes them."""
+        """Copy each watched parameter that changed in the latest turn of a replica, but in no earlier turn.
+
+        This method is called each time another replica begins to run on the shared device.
+        """
         for name, values in self.watched.items():
             parameter, version = self._parameters[name]
             if parameter._version != version and len(values) == 1:
                 values.append(parameter.detach().clone())
 
     def warn(self, times: int) -> None:
-        """Warn of parameters with elements that two turns have changed."""
+        """Warn about parameters with an element that two turns of replicas changed. `times`: the number of replicas."""
         self._counts.update([name for name, (p, version) in self._parameters.items() if p._version != version])
         values, self.watched = self.watched, {}
         if names := [name for name, turns in values.items() if _is_repeated(self._parameters[name][0], *turns)]:
@@ -202,9 +244,15 @@ class ParameterChanges:
 
 
 def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> bool:
-    """Return whether elements that the first turn has changed differ at last by more than rounding."""
-    if first is None:  # Only the last turn has changed it, if any.
+    """Return whether an element of a parameter changed in two turns. In a turn, one replica runs on the shared device.
+
+    `before` is a copy of the parameter from before the forward pass, and `first` a copy from after the first turn that
+    changed the parameter. `last` is its final value. Rounding differences between `first` and `last` do not count.
+    """
+    if first is None:  # At most the last turn of a replica changed the parameter.
         return False
-    rounding = 8 * torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0  # of a second normalization
+    # If a turn normalizes a row again, as an embedding with `max_norm` does, rounding changes the elements of the row
+    # by less than this relative difference.
+    rounding = 8 * torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0
     again = ~torch.isclose(first, last, rtol=rounding, atol=0.0, equal_nan=True)
     return bool((again & (before != first)).any())

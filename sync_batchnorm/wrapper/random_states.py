@@ -1,18 +1,22 @@
-"""Give each replica random states of its own, if replicas share a device.
+"""Give each replica its own states of the random generators, if replicas share a device.
 
-The problem: threads on one device draw from one generator, so the numbers of a replica would depend on the draws of the
-others. A checkpoint that restores the generator and recomputes would draw other numbers than its forward pass.
+The problem: replicas on one device draw random numbers from the same generator. So the numbers of a replica would
+depend on the draws of the other replicas. An activation checkpoint would fail, too: it recomputes a part of the forward
+pass from a saved state of the generator, but without the draws of other replicas that came in between.
 
-The obvious way is a generator for each replica. It fails: functions such as dropout take no generator, they use the
-default one. Our way: such replicas take turns anyway, so each turn begins with an exchange of the default generator's
-state.
+The obvious way is a generator for each replica. It fails, because functions such as dropout always use the default
+generator. Our way uses that replicas on one device run one at a time. Whenever another replica begins to run, the
+default generator gets the state of this replica:
 
     generator    caller | replica 0 | replica 1 | replica 0 | caller
-    states         c    |    s0     |    s1     |    s0'    |  c', the next state after c if any replica drew
+    states         c    |    s0     |    s1     |    s0'    |   c'
 
-NOTE [one state at a time]: Torch holds the lock of a generator while it makes the tensor of a state. The garbage
-collector may run at this point and hand the interpreter lock to another thread. If that thread waits for the lock of
-the generator, both wait forever (torch 2.13). So one lock of ours surrounds all reads and writes of states.
+Here c' is the state after c if any replica drew random numbers, and c if none did.
+
+NOTE [one state at a time]: Torch holds the lock of a random generator while it copies the state of the generator into a
+tensor. The garbage collector may run at this point, and release the GIL to another thread. If the other thread waits
+for the lock of the same generator, both threads wait forever (torch 2.13). So all reads and writes of generator states
+happen under a lock of ours.
 """
 
 from collections.abc import Mapping
@@ -29,10 +33,11 @@ _lock = RLock()  # see NOTE [one state at a time]
 
 
 class RandomStates:
-    """The random states of replicas that take turns: each replica's for the CPU and for its device.
+    """The states of random generators for replicas that run one at a time. Each replica has states for CPU and device.
 
-    They are seeded with the next number from the caller's CPU generator. If any replica draws, this generator advances
-    by that single number, however many numbers the replicas draw. If no replica draws, it stays, as on one device.
+    The states of the replicas are seeded with the next random number from the caller's CPU generator. If any replica
+    draws random numbers, the caller's generator afterwards advances by this single number. If no replica draws, the
+    caller's generator keeps its state, as it would on one device.
     """
 
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
@@ -48,10 +53,14 @@ class RandomStates:
             for number, generators in self._generators.items()
         }
         self._states = dict(self._initial_states)
-        self._last: int | None = None  # the replica with the last turn: the generators hold its states
+        # The number of the replica that ran last. The default generators still contain the states of this replica.
+        self._last: int | None = None
 
     def begin_turn(self, number: int) -> None:
-        """Save the states of the replica with the last turn, and set the states of replica `number`."""
+        """Set the default generators to the states of replica `number`, which begins to run.
+
+        The current states of the generators are saved before, for the replica that ran last.
+        """
         with _lock:
             self._save_states()
             for generator, state in zip(self._generators[number], self._states[number], strict=True):
@@ -59,7 +68,11 @@ class RandomStates:
             self._last = number
 
     def restore_caller(self, completed: bool = True) -> None:
-        """Restore the caller's states after all turns; advance them if a replica drew, unless the pass was aborted."""
+        """Set the default generators to the caller's states again, after all replicas have run.
+
+        If a replica drew random numbers, the state of the caller's CPU generator advances by one number. It does not
+        advance if the forward pass was aborted (`completed` is false).
+        """
         with _lock:
             if completed:
                 self._save_states()
@@ -74,7 +87,7 @@ class RandomStates:
 
 
 def _generators(device: torch.device) -> list[Any]:
-    """Return the default generators for code on `device`: the CPU's, then the accelerator's."""
+    """Return the default random generators that code on `device` uses: the CPU's, then the accelerator's own."""
     index = device.index or 0
     others = getattr(torch.get_device_module(device), "default_generators", ())
     return [torch.default_generator, *others[index : index + 1]]

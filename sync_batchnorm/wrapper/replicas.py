@@ -1,26 +1,31 @@
-"""Make the replicas of a module: replicas on one device share the memory of parameters, other devices get copies.
+"""Make the replicas of a module. Replicas on the same device share the memory of parameters.
 
-The obvious way, a copy of all parameters for each replica, would multiply the memory of the model on a shared device.
-So each device gets one copy in the graph, and the replicas on this device get views of it:
+The obvious way is a copy of all parameters for each replica. On a device with several replicas, these copies would
+multiply the memory of the model. So each device gets a single copy of a parameter, as an operation in the autograd
+graph, and the replicas on this device get views of the copy:
 
     parameter --broadcast--> on cuda:0 --two views--> replica 0
                                                   --> replica 1
                              on cuda:1 --two views--> replica 2
                                                   --> replica 3
 
-The backward pass adds up the gradients of two views, then of all devices. Buffers are not in the graph: replica 0 has
-the model's own buffers, every other replica has copies.
+The backward pass first adds up the gradients of the views on each device, and then the gradients of all devices.
+Buffers are not in the autograd graph. Replica 0 uses the buffers of the model itself, and every other replica gets
+copies of them.
 
-NOTE [conversions in replicas]: In `nn.DataParallel`, replicas have no parameters, so a `forward` that moves its layers
-to a fixed device still works. Our replicas have parameters, and must keep them on their device: `to`, `cuda` and `half`
-may change the dtype, but never the device. These methods all call `nn.Module._apply`. The first replica patches
-`_apply` for the whole process; modules outside replicas behave as before. Setting an attribute `_apply` on the
-replica's modules instead does not work: a class may override the method, and a copy of a module's `__dict__` would
-convert the original.
+NOTE [conversions in replicas]: A `forward` may call ``self.layer.to("cuda:0")``. In `nn.DataParallel`, such a call is
+harmless, because modules of replicas have no registered parameters. Our replicas have registered parameters, which must
+stay on the replica's device. So in a replica, `to`, `cuda` and `half` may change the dtype, but never the device.
 
-NOTE [hooks of replicas]: Each replica has its own dictionaries of hooks, so hooks registered on a replica end with it.
-Hooks of the model run as in `nn.DataParallel`: if a hook is a method, its `self` is the model. Binding it to the
-replica does not work: the layer would refer to the replica, and the graph to itself, so replicas would never be freed.
+The methods `to`, `cuda` and `half` all call `nn.Module._apply`. Making the first replica patches `_apply` for the whole
+process; modules outside replicas behave as before. It does not work to set an attribute `_apply` on the replica's
+modules instead. A user's class may override the method, and a copy of a module's `__dict__` would convert the original
+module.
+
+NOTE [hooks of replicas]: Each module of a replica gets its own dictionaries of hooks. So a hook that `forward`
+registers on the replica ends with the replica. Hooks of the model run as in `nn.DataParallel`: if a hook is a method of
+a module, its `self` is the module in the model, not in the replica. It does not work to bind such a method to the
+replica: the layer would refer to the replica, and the autograd graph to itself, so replicas would never be freed.
 """
 
 import gc
@@ -41,25 +46,34 @@ from ..torch_private import HOOKS_AND_FLAGS, compiled_module_type, has_hooks, in
 __all__: list[str] = []
 
 Devices = Sequence[torch.device]
-_BOUND_TYPES = {MethodType, partial}  # They may refer to a module, such as a `forward` set on an object.
-Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
+# A module's attribute may be a bound method or a partial that refers to a module, such as a `forward` set on the
+# object.
+_BOUND_TYPES = {MethodType, partial}
+# The parameters and buffers of one replica. The keys are the ids of the model's own tensors.
+Tensors = dict[int, Tensor]
 
-
-REPLICA_MARK = "sync_batchnorm_mark"  # the attribute of a replica's modules that holds their `_ReplicaMark`
+REPLICA_MARK = "sync_batchnorm_mark"  # The name of the attribute by which each module of a replica is recognized.
 
 
 class _ReplicaMark:
-    """Marks the modules of replicas. In a `deepcopy` or pickle it becomes None: copies belong to no replica."""
+    """An object that marks a module as part of a replica.
+
+    In a `deepcopy` or pickle of a replica's module, None replaces the mark: the copy counts as a module outside
+    replicas.
+    """
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
 def _broadcast(devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return copies of all tensors on the first device, then on the second, and so on; devices are distinct."""
+    """Copy all tensors to each device, and return the copies: first all on the first device, then on the second, ...
+
+    No device may occur twice in `devices`.
+    """
     copies = comm.broadcast_coalesced(tensors, devices)  # type: ignore[no-untyped-call]
     for i, tensor in enumerate(tensors):
-        if tensor.is_complex():  # torch returns them as pairs of real numbers.
+        if tensor.is_complex():  # torch returns the copies of a complex tensor as real tensors ``(..., 2)``.
             for device_copies in copies:
                 device_copies[i] = torch.view_as_complex(device_copies[i])
     return tuple(chain.from_iterable(copies))
@@ -76,22 +90,28 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Add up the gradients of all copies of each tensor; None if no copy has a gradient."""
+        """Return, for each original tensor, the sum of the gradients of its copies; None if no copy got a gradient."""
         number, devices = len(ctx.needs_input_grad) - 1, ctx.devices
         by_tensor = [[grad for grad in grads[i::number] if grad is not None] for i in range(number)]
-        if not torch.is_grad_enabled():  # torch's coalesced sum makes fewer transfers, but is not differentiable.
+        # torch's `reduce_add_coalesced` makes fewer transfers between devices, but is not differentiable. So it is used
+        # only if this backward pass does not record a graph.
+        if not torch.is_grad_enabled():
             full = [i for i in range(number) if len(by_tensor[i]) == len(devices) and not by_tensor[i][0].is_complex()]
             by_device = list(zip(*[by_tensor[i] for i in full], strict=True))
             sums = comm.reduce_add_coalesced(by_device, devices[0])  # type: ignore[no-untyped-call]
             for i, total in zip(full, sums, strict=True):
                 by_tensor[i] = [total]
-        # `to` takes time even if it does nothing.
+        # Call `to` only for gradients on other devices, because the call takes time even if it moves nothing.
         moved = [[grad if grad.device == devices[0] else grad.to(devices[0]) for grad in one] for one in by_tensor]
         return None, *[reduce(torch.add, one) if one else None for one in moved]
 
 
 def check_replicable(wrapper: nn.Module, module: nn.Module) -> None:
-    """Raise an error inside a transform or `FakeTensorMode`, or for a submodule returned by torch.compile."""
+    """Raise an error if a module cannot be replicated.
+
+    Replicas are impossible inside a transform of `torch.func` and inside `FakeTensorMode`. They are also impossible if
+    torch.compile returned the module or one of its submodules.
+    """
     if in_transform():
         raise in_transform_error(type(wrapper).__name__)
     if type(torch.empty(0)).__name__ == "FakeTensor":
@@ -102,7 +122,9 @@ def check_replicable(wrapper: nn.Module, module: nn.Module) -> None:
     compiled_type = compiled_module_type()
     named = names_of_modules(module).items() if compiled_type else ()
     compiled = [repr(name) if name else "the model" for child, name in named if isinstance(child, compiled_type)]
-    if compiled:  # Its replica would share its `__dict__`, and both would lose their submodules (torch 2.13).
+    # The replica of a compiled module would share its `__dict__` with the original module. Then both modules would lose
+    # their submodules (torch 2.13).
+    if compiled:
         raise RuntimeError(
             f"expected modules that can be replicated, but {compiled[0]} is what torch.compile returned; "
             "put the original module, its attribute _orig_mod, back in its place, and compile functions that its "
@@ -111,10 +133,11 @@ def check_replicable(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def make_replicas(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Module]:
-    """Return a replica of `module` for each device. The module must be on the first device.
+    """Return a list with a replica of `module` for each device. `module` itself must be on the first device.
 
-    Gradients add up in the parameters of `module`, unless `detach` is true. Replica 0 has the buffers of `module`
-    itself; all other replicas have copies.
+    The gradients of all replicas add up in the parameters of `module`. If `detach` is true, the parameters of replicas
+    are not connected to the parameters of `module`. Replica 0 uses the buffers of `module` itself; all other replicas
+    get copies of the buffers.
     """
     _patch_conversions()
     modules = list(names_of_modules(module))
@@ -128,8 +151,9 @@ def make_replicas(module: nn.Module, devices: Devices, detach: bool) -> list[nn.
     with torch.DisableTorchFunctionSubclass():  # Replicas get plain tensors, as in `nn.DataParallel`.
         tensors = _tensors_of_replicas(differentiable, plain, devices, detach)
     is_enabled = gc.isenabled()
-    # Thousands of new objects, none of them garbage yet, would trigger full garbage collections. If another thread has
-    # disabled the collector, that thread enables it again, perhaps between these two lines.
+    # Disable the garbage collector while replicas are made: thousands of new objects, none of them garbage yet, would
+    # trigger full garbage collections. If another thread disabled the collector before, do nothing, because that thread
+    # will enable it again.
     if is_enabled:
         gc.disable()
     try:
@@ -141,7 +165,10 @@ def make_replicas(module: nn.Module, devices: Devices, detach: bool) -> list[nn.
 
 
 def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devices, detach: bool) -> list[Tensors]:
-    """Return the tensors of each replica: one copy for each device, and views of it for replicas on this device."""
+    """Return the parameters and buffers of each replica.
+
+    Each device gets one copy of a parameter, and the replicas on this device get views of the copy.
+    """
     distinct = list(dict.fromkeys(devices))
     originals = differentiable | plain
     copies = [originals]
@@ -153,11 +180,12 @@ def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devic
     for i, device in enumerate(devices):
         if device in devices[i + 1 :]:
             present, following = tensors[i], tensors[devices.index(device, i + 1)]
-            # One of two views goes to the next replica on this device, which splits it again. So autograd adds
-            # gradients in pairs, and the sums do not depend on the order of replicas in the backward pass.
+            # Each replica keeps one of two views of a parameter. The other view is passed on to the next replica on
+            # this device, and is split into two views again. In the backward pass, autograd then adds two gradients at
+            # a time, so the sums do not depend on the order in which the replicas run.
             for key in differentiable:
                 tensor = present[key]
-                is_sparse = tensor.layout != torch.strided  # It has no views.
+                is_sparse = tensor.layout != torch.strided  # Sparse tensors do not support views.
                 present[key], following[key] = [tensor.clone() if is_sparse else tensor[...] for _ in range(2)]
             for key in plain:
                 following[key] = present[key].detach().clone()
@@ -169,9 +197,13 @@ def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devic
 
 
 def _broadcast_by_node(devices: Devices, originals: Tensors, broadcast: Callable[..., Any]) -> list[Tensors]:
-    """Broadcast the originals, in one autograd node if possible; return the copies on each device."""
+    """Broadcast tensors of the model to all devices, and return a dict of the copies for each device.
+
+    A single autograd node broadcasts all tensors, except tensors with hooks or with a `grad_fn`.
+    """
     copies: list[Tensors] = [{} for _ in devices]
-    # A node calls hooks of its inputs even without a gradient for them: a tensor with hooks gets its own node.
+    # Autograd calls the hooks of each input of a node, even if no gradient arrives for this input. Without replicas, it
+    # would not call these hooks. So a tensor with hooks, or with a `grad_fn`, gets a broadcast node of its own.
     groups: dict[int, Tensors] = {}
     for key, tensor in originals.items():
         groups.setdefault(key if has_hooks(tensor) or tensor.grad_fn is not None else 0, {})[key] = tensor
@@ -183,17 +215,19 @@ def _broadcast_by_node(devices: Devices, originals: Tensors, broadcast: Callable
 
 
 def _make_replica(modules: Sequence[nn.Module], tensor_of: Tensors, bound: Sequence[tuple[Any, str, Any]]) -> nn.Module:
-    """Return a replica of a module.
+    """Return a replica of a module, with a copy of each of its submodules.
 
     Args:
         modules: the module, then all its submodules.
-        tensor_of: the parameters and buffers of the replica, by the id of the original.
-        bound: (module, name, value) of attributes that may refer to modules: bound methods and partials.
+        tensor_of: the parameters and buffers of the replica, by the id of the model's own tensor.
+        bound: (module, attribute name, value) for each attribute that is a bound method or a partial: it may refer to a
+            module.
     """
     copy_of: dict[nn.Module, nn.Module] = {}
     mark = _ReplicaMark()
     for module in modules:
-        # RNNs, lazy and scripted modules override this method of torch. The default is slower than `_copy_module`.
+        # RNNs, lazy and scripted modules override `_replicate_for_data_parallel`. Call this method only for such
+        # modules. For all others, `_copy_module` does the same as the default of torch, in less time.
         replicate: Any = module._replicate_for_data_parallel
         is_default = getattr(replicate, "__func__", None) is nn.Module._replicate_for_data_parallel
         copy_of[module] = copy = _copy_module(module) if is_default else replicate()
@@ -213,7 +247,10 @@ def _make_replica(modules: Sequence[nn.Module], tensor_of: Tensors, bound: Seque
 
 
 def _rebind(value: Any, copy_of: Any) -> Any:
-    """Replace the modules in a bound method or partial by the replica's modules; return other values unchanged."""
+    """Return a bound method or partial in which modules of the replica replace the modules of the model.
+
+    Return any other value unchanged.
+    """
     if isinstance(value, nn.Module):
         return copy_of.get(value, value)
     if isinstance(value, MethodType):
@@ -227,20 +264,22 @@ def _rebind(value: Any, copy_of: Any) -> Any:
 
 
 def _copy_hooks(copy: nn.Module, module: nn.Module) -> None:
-    """Copy the dictionaries of hooks to a replica's module, see NOTE [hooks of replicas]."""
+    """Give the copy of a module in a replica its own dictionaries of hooks, see NOTE [hooks of replicas]."""
     state, original = vars(copy), vars(module)
     for name in HOOKS_AND_FLAGS:
         state[name] = original[name].copy()
     is_full = original["_is_full_backward_hook"]
-    state["_is_full_backward_hook"] = is_full  # A copied `GraphModule` lacks this attribute.
-    # Non-full backward hooks refer to their module weakly: in the backward pass, torch would report a dead object.
+    state["_is_full_backward_hook"] = is_full  # A copied `torch.fx.GraphModule` lacks this attribute.
+    # Hooks of the deprecated `register_backward_hook` keep only a weak reference to their module. A replica would be
+    # freed before the backward pass, and torch would report a dead object. So raise a clearer error in their place.
     if original["_backward_hooks"] and is_full is False:
-        refuse = partial(_refuse_older_hook, copy)  # The partial keeps the replica alive.
+        # The partial refers to the replica's module, so that the module still exists in the backward pass.
+        refuse = partial(_refuse_older_hook, copy)
         state["_backward_hooks"] = OrderedDict.fromkeys(original["_backward_hooks"], refuse)
 
 
 def _refuse_older_hook(module: nn.Module, *args: Any) -> None:
-    """Raise an error in place of a non-full backward hook, in the backward pass of a replica."""
+    """Raise an error. In replicas, this function replaces each hook of the deprecated `register_backward_hook`."""
     raise RuntimeError(
         f"expected full backward hooks in replicas, but got {type(module).__name__} with those of "
         "register_backward_hook, which PyTorch calls with a replica that has ended; call register_full_backward_hook "
@@ -249,16 +288,19 @@ def _refuse_older_hook(module: nn.Module, *args: Any) -> None:
 
 
 def _copy_module(module: nn.Module) -> nn.Module:
-    """Return a copy of a module without parameters, with the buffers and submodules of the original."""
+    """Return a shallow copy of a module. It refers to the same buffers and submodules, and has no parameters."""
     copy, state = module.__new__(type(module)), module.__dict__.copy()
-    object.__setattr__(copy, "__dict__", state)  # twice as fast as `__dict__.update`
+    object.__setattr__(copy, "__dict__", state)  # This is twice as fast as `copy.__dict__.update(state)`.
     state["_parameters"], state["_is_replica"] = {}, True
     state["_buffers"], state["_modules"] = state["_buffers"].copy(), state["_modules"].copy()
     return copy
 
 
 def _register_tensors(copy: nn.Module, module: nn.Module, tensor_of: Tensors) -> None:
-    """Set parameters and buffers directly: `nn.Module.__setattr__` would take most of the time of a replica."""
+    """Register the parameters and buffers of a replica's module in its dictionaries, without `setattr`.
+
+    Calls of `nn.Module.__setattr__` would take longer than all other steps of making a replica.
+    """
     for name, parameter in module._parameters.items():
         copy._parameters[name] = None if parameter is None else tensor_of[id(parameter)]  # type: ignore[assignment]
     for name, buffer in module._buffers.items():
@@ -267,18 +309,19 @@ def _register_tensors(copy: nn.Module, module: nn.Module, tensor_of: Tensors) ->
 
 
 def _set_tensors(copy: Any, module: nn.Module, tensor_of: Tensors) -> None:
-    """Set parameters and buffers through the `__setattr__` of the module's class."""
+    """Set the parameters and buffers of a replica's module with `setattr`, for a class with its own `__setattr__`."""
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None:
             setattr(copy, name, tensor_of[id(tensor)])
-    if not isinstance(module, torch.jit.ScriptModule):  # A scripted module has no dictionaries in Python.
+    # A scripted module keeps its parameters in C++, so there are no dictionaries in Python to fill.
+    if not isinstance(module, torch.jit.ScriptModule):
         for name in module._parameters:
             copy.__dict__.pop(name, None)
         _register_tensors(copy, module, tensor_of)
 
 
 def _patch_conversions() -> None:
-    """Patch `nn.Module._apply`, once, to keep replicas on their devices; see NOTE [conversions in replicas]."""
+    """Patch `nn.Module._apply` in this process, if no earlier call did; see NOTE [conversions in replicas]."""
     apply: Any = nn.Module._apply
     if hasattr(apply, "_sync_converts"):
         return
@@ -296,7 +339,8 @@ def _patch_conversions() -> None:
         for name, parameter in parameters.items():
             if parameter is not None:
                 parameters[name] = on_its_device(parameter)
-        # torch would read `grad` of these parameters, and warn, as they are no leaves of the graph.
+        # Hide the parameters, converted above, from torch's `_apply`. It would read `grad` of each parameter, and torch
+        # warns about this: the parameters of a replica are not leaves of the autograd graph.
         vars(self)["_parameters"] = {}
         try:
             return apply(self, on_its_device, *args, **kwargs)

@@ -1,25 +1,36 @@
-"""Run the replicas of a forward pass: each in its own thread, with the modes of the caller, and in turn on one device.
+"""Run the replicas of a forward pass, each in its own thread.
+
+The modes of the caller's thread, such as grad mode and autocast, apply in the threads of the replicas, too. If replicas
+share a device, only one replica runs at a time.
 
     caller's thread      apply ---> call_replicas: start threads, wait for their end ---> _failure ---> outputs or error
-    replica's thread                  ReplicaRun.call: wait for a turn, enter modes, forward, report end to coordinator
+    replica's thread                  ReplicaRun.call: wait for a turn, enter modes, forward, coordinator.leave()
 
-The coordinator learns about the end of every replica, even if its thread never starts or is killed, because other
-replicas may wait for this one.
+The coordinator of a forward pass is told about the end of every replica, even if the thread of the replica never
+starts or is killed. It then releases other replicas that wait for this replica.
 
-NOTE [threads that stay]: The obvious way is a new thread for each replica. But torch keeps the plans of cuDNN by
-thread, so each new thread plans each convolution again: a forward pass of ResNet-50 takes 51 ms in place of 6 ms (torch
-2.11, H200; `docs/benchmarks/gpu`). So the thread of a replica on an accelerator stays, idle, for the next replica on
-this device. A thread adopts `torch.get_num_threads()` when it begins, so it serves only callers with the same number.
-It ends if its replica fails or changes a setting of the thread, such as grad mode: the next replica may be another
-model's. On the CPU, torch keeps nothing by thread, and an idle thread would keep its OpenMP pool, so the thread ends
-with its replica.
+NOTE [threads that stay]: The obvious way is a new thread for each replica. But torch stores the plans of cuDNN
+separately for each thread, so each new thread plans each convolution again. A forward pass of ResNet-50 then takes 51
+ms in place of 6 ms (torch 2.11, H200; `docs/benchmarks/gpu`). So after a replica on an accelerator ends, its thread
+stays idle, and later runs the next replica on the same device.
 
-NOTE [signals]: The handler of a signal may raise an exception between any two lines of Python in the main thread. The
-obvious calls, `Thread.start`, `Thread.join` and `Event.wait`, release locks in Python. An exception there becomes
-"release unlocked lock", or the thread is lost. So the caller waits only in `SimpleQueue.get`, which is written in C. It
-starts a helper thread with `_thread`, where no signal is handled, and the helper starts the `Thread` of the replica; it
-is a `Thread`, as debuggers do not see others. The caller keeps only a weak reference to it: Python code of `threading`
-runs where a `Thread` object is freed, and would lose the exception.
+A new thread adopts the number of OpenMP threads of its caller (`torch.get_num_threads()`). So an idle thread serves
+only callers with the same number. A thread ends if its replica fails, or changes a setting of the thread such as grad
+mode, because the next replica may belong to another model. On the CPU, a thread always ends with its replica: torch
+stores no plans there, and an idle thread would keep its OpenMP threads alive.
+
+NOTE [signals]: In the main thread, the handler of a signal may raise an exception between any two lines of Python code.
+An example is `KeyboardInterrupt` after Ctrl-C. The obvious calls, `Thread.start`, `Thread.join` and `Event.wait`,
+handle locks in Python code. If an exception arrives there, it turns into the error "release unlocked lock", or the
+thread is lost.
+
+To be safe from such exceptions, the caller's thread waits only in `SimpleQueue.get`, which is written in C. It does not
+start the thread of a replica itself, but a helper thread, with the low-level module `_thread`. No signal is handled in
+the helper thread, so the helper can start the `Thread` object of the replica. The replica needs a `Thread` object
+because debuggers do not see other threads.
+
+The caller's thread keeps only a weak reference to the `Thread` object. When a `Thread` object is freed, Python code of
+`threading` runs, and an exception of a signal handler in this code would be lost.
 """
 
 from _thread import start_new_thread
@@ -49,7 +60,7 @@ __all__: list[str] = []
 
 
 def new_coordinator(devices: Sequence[torch.device], timeout: float) -> Coordinator:
-    """Return the coordinator of a forward pass. It records profiler spans if a profiler is active."""
+    """Return a new coordinator for one forward pass. It adds spans to the torch profiler if that is active."""
 
     def span(name: str) -> AbstractContextManager[Any]:
         return profiler.record_function(f"sync_batchnorm: {name}")
@@ -59,31 +70,36 @@ def new_coordinator(devices: Sequence[torch.device], timeout: float) -> Coordina
 
 @dataclass
 class ForwardPass:
-    """The state shared by all replicas of one forward pass."""
+    """One forward pass of a wrapper, with the state that all its replicas share."""
 
-    original: nn.Module  # the wrapped module
+    original: nn.Module  # the wrapped module, from which the replicas were made
     coordinator: Coordinator
-    check_turns: Callable[[], None] = lambda: None  # raises an error if replicas cannot take turns
-    modes: Sequence[Callable[[torch.device], AbstractContextManager[Any]]] = ()  # the caller's; argument: the device
-    context: Context | None = None  # the caller's; None if a single replica runs in the caller's thread
-    random_states: RandomStates | None = None  # if replicas take turns
+    # A function that raises an error if the replicas cannot run in turns on a shared device.
+    check_turns: Callable[[], None] = lambda: None
+    # The modes of the caller's thread, such as autocast. Each function takes a device and returns a context manager.
+    modes: Sequence[Callable[[torch.device], AbstractContextManager[Any]]] = ()
+    # The `contextvars` context of the caller's thread; None if a single replica runs directly in the caller's thread.
+    context: Context | None = None
+    # The states of random generators for each replica; None unless replicas share a device and run in turns.
+    random_states: RandomStates | None = None
 
     def prepare(self, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> list["ReplicaRun"]:
-        """Return a run for each replica, with the modes of this thread."""
+        """Return a `ReplicaRun` for each replica. The replicas will run with the current modes of this thread."""
         runs = [ReplicaRun(replica, self, i, devices[i]) for i, replica in enumerate(replicas)]
-        self._save_modes(runs)  # Users may call the replicas without `parallel_apply`.
+        # The method `apply` saves the modes again. But users may call the replicas without `parallel_apply`.
+        self._save_modes(runs)
         return runs
 
     def apply(
         self, function: Callable[[], list[Any]], runs: Sequence["ReplicaRun"], describe: Callable[[], str]
     ) -> list[Any]:
-        """Call `function`, which calls the replicas, and return its outputs; raise the error of a failed replica.
+        """Call `function`, which runs all replicas, and return its outputs. Raise the error of a replica if one failed.
 
-        `describe` returns a text for the note of this error.
+        If a replica fails, the function `describe` returns a text for the note of its error.
         """
         self._save_modes(runs)
         if len(runs) == 1:
-            self.context = None  # A single replica runs in this thread.
+            self.context = None  # A single replica runs in this thread, the caller's, and needs no other context.
         self.coordinator.expect([run.number for run in runs])
         outputs: list[Any] = []
         raised: BaseException | None = None
@@ -92,16 +108,20 @@ class ForwardPass:
         except BaseException as error:
             raised = error
         failure = self._failure(raised, describe)
-        _prepared.set(())  # If a replica is stuck, `prepared_runs` would give its pass to the next call.
+        # Forget the runs of this forward pass. If a replica is stuck, the pass does not count as over, and
+        # `prepared_runs` would return these runs in the next forward pass.
+        _prepared.set(())
         if failure is not None:
             try:
                 raise failure
             finally:
-                del raised, failure  # Their tracebacks refer to this frame: a cycle.
+                # The traceback of an exception refers to this frame, and the frame to the exception. Delete the
+                # variables to break this reference cycle.
+                del raised, failure
         return outputs
 
     def _save_modes(self, runs: Sequence["ReplicaRun"]) -> None:
-        """Save the modes and the context of this thread, the caller's, for the threads of the runs."""
+        """Save the modes and the context of the caller's thread, for the threads in which the replicas will run."""
         is_inference, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         modes: list[Any] = [lambda _: torch.inference_mode() if is_inference else torch.set_grad_enabled(records)]
         for kind in _autocast_device_types():
@@ -110,22 +130,24 @@ class ForwardPass:
                 autocast = partial(torch.autocast, kind, dtype=dtype, cache_enabled=cache)
                 modes.append(lambda _, autocast=autocast: autocast())
         default = torch.get_default_device()
-        if default.type != "cpu":  # A default device of the replica's type becomes the replica's device.
+        # If the caller set a default device, the default device of a replica is the replica's own device of this type.
+        if default.type != "cpu":
             modes.append(lambda device: device if device.type == default.type else default)
         self.modes, self.context = modes, copy_context()
         _prepared.set(list(map(ref, runs)))
 
     def _failure(self, raised: BaseException | None, describe: Callable[[], str]) -> BaseException | None:
-        """End this forward pass, and return the error to raise, or None.
+        """End this forward pass, and return the exception to raise in the caller's thread; None if all went well.
 
-        `raised` is the exception of the caller's thread, or None. The error of a replica takes precedence, as
-        `raised` may be a consequence, such as an error about a missing output. An interrupt in the caller's thread,
-        such as Ctrl-C, goes before both.
+        `raised` is an exception that the caller's thread raised itself, or None. If a replica failed, its error is
+        returned instead, because `raised` may be only a consequence of that failure: for example, an error about a
+        missing output. But an interrupt of the caller's thread, such as Ctrl-C, is always returned.
         """
-        # First: the abort below makes other replicas fail, too.
+        # Look for the failed replica before the abort below, because the abort makes other replicas fail, too.
         who, error = self.coordinator.take_failure() or ("", raised)
         if raised is not None:
-            # Replicas that still run would draw random numbers, and write into buffers.
+            # Abort the replicas that still run before the caller continues: they would draw random numbers, and write
+            # into the buffers of the model.
             self.coordinator.abort(raised, PATIENCE)
             if self.random_states is not None:
                 self.random_states.restore_caller(completed=False)
@@ -133,33 +155,43 @@ class ForwardPass:
         if error is None or not who or is_interrupt:
             return raised
         if is_in_replica():
-            return error  # The outer wrapper adds the note, with the frames of both.
+            # If this wrapper is inside a replica of an outer wrapper, the outer wrapper adds the note to the error.
+            return error
         is_from_user = isinstance(error, Exception) and not isinstance(error, ReplicaSyncError)
         return strip_frames(error, who, describe() if is_from_user else "")
 
 
 @cache
 def _autocast_device_types() -> Sequence[str]:
-    """Return the types of devices with an autocast mode of their own."""
+    """Return the device types for which autocast can be switched on separately: "cpu" and that of the accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 class ReplicaRun:
-    """The run of one replica. The coordinator learns how it ends, even if its thread swallows the error."""
+    """The run of one replica in a forward pass. It tells the coordinator when the replica begins and how it ends.
+
+    If the replica raises an error, the coordinator gets this error, even if a function around the replica catches it.
+    """
 
     def __init__(self, replica: nn.Module, forward_pass: ForwardPass, number: int, device: torch.device) -> None:
         self.replica, self.forward_pass, self.number, self.device = replica, forward_pass, number, device
-        self.stream: torch.cuda.Stream | None = None  # the caller's; None: the current stream of its thread
+        # The current CUDA stream of the caller's thread. None: use the current stream of the replica's thread.
+        self.stream: torch.cuda.Stream | None = None
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call `function`, the replica or a user's function around it, as this run: once, with the caller's modes."""
+        """Run the replica: call `function` with the modes of the caller's thread, and return its output.
+
+        `function` is the replica, or a user's function that calls the replica. A replica runs only once. If the replica
+        is already running in this thread, `function` is called directly.
+        """
         if self.forward_pass.coordinator.runs_here(self.number):
             return function(*args, **kwargs)
         context = self.forward_pass.context
         if context is None:
             return self._begin(function, args, kwargs)
-        return context.copy().run(self._begin, function, args, kwargs)  # A context runs in one thread only.
+        # Each replica needs its own copy of the context: a `Context` cannot be entered in two threads at the same time.
+        return context.copy().run(self._begin, function, args, kwargs)
 
     def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         coordinator, number = self.forward_pass.coordinator, self.number
@@ -173,7 +205,8 @@ class ReplicaRun:
                     stack.enter_context(mode(self.device))
                 try:
                     output = function(*args, **kwargs)
-                except StopIteration as error:  # It would end a loop in the caller without an error, see PEP 479.
+                # In the caller's thread, a `StopIteration` would silently end a loop of the caller, see PEP 479.
+                except StopIteration as error:
                     raise RuntimeError(
                         f"{coordinator.who(number)} raised StopIteration, as next() does at the end of an "
                         "iterator; catch it in forward(), or give next() a default"
@@ -188,16 +221,18 @@ class ReplicaRun:
 
 
 class ReplicaHandle(nn.Module):
-    """A stand-in for a replica, returned by `replicate`: it has the attributes of the replica, and its call runs it.
+    """A stand-in for a replica: `replicate` returns a list of such handles in place of the replicas.
 
-    A replica runs once. If a user's `parallel_apply` puts a function around the handles, `called` is this function.
+    The attributes of a handle are those of its replica. A call of the handle runs the replica, which is possible only
+    once. If a user's `parallel_apply` puts a function around the replica, the handle calls this function (`called`).
     """
 
     _sync_run: ReplicaRun
     _sync_called: Callable[..., Any]
 
     def __init__(self, run: ReplicaRun, called: Callable[..., Any] | None = None) -> None:
-        # `nn.Module.__init__` would give the handle parameters, submodules and hooks of its own.
+        # Do not call `nn.Module.__init__`. It would give the handle its own empty dictionaries of parameters,
+        # submodules and hooks, and these would hide the dictionaries of the replica.
         self.__dict__.update(_sync_run=run, _sync_called=called or run.replica)
 
     def __getattr__(self, name: str) -> Any:
@@ -216,11 +251,14 @@ class ReplicaHandle(nn.Module):
 
 
 def call_replicas(handles: Sequence[ReplicaHandle], inputs: Any, kwargs: Any) -> list[Any]:
-    """Call each replica in its own thread, a single replica in this thread, and return the outputs in order.
+    """Call each replica in its own thread, and return the outputs in the order of replicas.
 
-    The output of a failed replica is None; the coordinator has its error. `kwargs` may be None or empty.
+    If there is only one replica, it is called in the caller's thread. The output of a failed replica is None, and the
+    coordinator stores its error. `inputs` and `kwargs` hold the positional and keyword arguments of each replica;
+    `kwargs` may also be None or empty.
     """
-    # Consume the user's iterators here: an exception in a thread would be lost, and the other replicas would wait.
+    # The arguments may be iterators of the user. Read them to the end here, in the caller's thread. In the thread of a
+    # replica, an exception of such an iterator would be lost, and the other replicas would wait for this replica.
     all_args = [args if isinstance(args, (list, tuple)) else (args,) for args in inputs]
     all_kwargs = list(kwargs) if kwargs else [{} for _ in all_args]
     if not len(handles) == len(all_args) == len(all_kwargs):
@@ -245,7 +283,10 @@ def call_replicas(handles: Sequence[ReplicaHandle], inputs: Any, kwargs: Any) ->
 
 
 def _run_threads(work: Callable[[int], None], runs: Sequence[ReplicaRun]) -> None:
-    """Call `work(i)` for each run in a thread, and return when all have ended, or when the coordinator has given up."""
+    """Call `work(i)` for each run `i`, in a thread of its own, and return when all these calls have ended.
+
+    If some replicas do not end after an error, the coordinator gives up after a while, and this function returns.
+    """
     coordinator = runs[0].forward_pass.coordinator
     ended: SimpleQueue[int] = SimpleQueue()
     begin = partial(_begin_in_thread, work, ended)
@@ -256,7 +297,7 @@ def _run_threads(work: Callable[[int], None], runs: Sequence[ReplicaRun]) -> Non
         except Empty:
             if coordinator.has_given_up:
                 return
-            # A thread that was killed from outside puts nothing into the queue.
+            # A thread that was killed from outside never reports its end in the queue, so check the threads themselves.
             indices = [i for i, thread in threads.items() if _has_ended(thread())]
         for i in indices:
             if coordinator.lose_thread(runs[i].number):
@@ -266,8 +307,11 @@ def _run_threads(work: Callable[[int], None], runs: Sequence[ReplicaRun]) -> Non
 
 
 def _begin_in_thread(work: Callable[[int], None], ended: "SimpleQueue[int]", i: int, run: ReplicaRun) -> "ref[Thread]":
-    """Run `work(i)` in an idle or new thread, then put `i` into `ended`; return the thread."""
-    # By process: in a forked child, the threads of its parent do not exist.
+    """Begin to run `work(i)` in an idle or new thread, and return a weak reference to this thread.
+
+    When the work ends, the thread puts `i` into the queue `ended`.
+    """
+    # Idle threads are stored by process, because a forked child process does not have the threads of its parent.
     idle = _idle.setdefault((getpid(), run.device, torch.get_num_threads()), [])
     try:
         while not (taken := idle.pop())[0].is_alive():
@@ -276,17 +320,20 @@ def _begin_in_thread(work: Callable[[int], None], ended: "SimpleQueue[int]", i: 
         works.put((work, ended, i, run))
     except IndexError:
         works, name = SimpleQueue(), f"replicas on {run.device}"
-        works.put((work, ended, i, run))  # Before the start: a signal in between would leave a thread without work.
-        # A daemon: after Ctrl-C in the caller, a busy thread must not block the exit of Python.
+        # Put the work into the queue before the thread starts. If a signal interrupted this function in between, the
+        # thread would wait for work forever.
+        works.put((work, ended, i, run))
+        # The thread is a daemon, because a busy thread must not block the exit of Python after Ctrl-C in the caller.
         thread = Thread(target=_work_and_stay, args=(works, idle, run.device), name=name, daemon=True)
         start_new_thread(_start, (thread, ended, i, ref(run)))
     return ref(thread)
 
 
 def _start(thread: Thread, ended: "SimpleQueue[int]", i: int, run: "ref[ReplicaRun]") -> None:
-    """Start the thread of a replica, from a thread without signals; see NOTE [signals].
+    """Start the thread of a replica. This function itself runs in a helper thread, see NOTE [signals].
 
-    The replica may end before this thread, which would keep its tensors alive. So `run` is a weak reference.
+    `run` is a weak reference. The replica may end before the helper thread, and a strong reference in the helper would
+    keep the tensors of the replica alive.
     """
     try:
         thread.start()
@@ -297,12 +344,16 @@ def _start(thread: Thread, ended: "SimpleQueue[int]", i: int, run: "ref[ReplicaR
 
 
 def _has_ended(thread: Thread | None) -> bool:
-    """Return whether a thread has ended. A thread without `ident` has not started yet."""
+    """Return whether a thread ended. False for a thread that is not started yet: its `ident` is None."""
     return thread is None or (thread.ident is not None and not thread.is_alive())
 
 
 def _work_and_stay(works: "SimpleQueue[Any]", idle: list[Any], device: torch.device) -> None:
-    """Run the works in a queue one after another, as the target of a thread; see NOTE [threads that stay]."""
+    """Run the replicas from the queue `works` one after another. This is the main function of a replica's thread.
+
+    After a replica on an accelerator, the thread enters itself in `idle` and waits for the next work, see
+    NOTE [threads that stay].
+    """
     may_stay = device.type != "cpu"
     state = _thread_state() if may_stay else ()
     stays = True
@@ -311,10 +362,13 @@ def _work_and_stay(works: "SimpleQueue[Any]", idle: list[Any], device: torch.dev
         try:
             work(i)
             stays = may_stay and _thread_state() == state
-        except BaseException as error:  # Usually the run has reported it, but not if the thread is killed from outside.
+        except BaseException as error:
+            # Tell the coordinator about the error. Usually the `ReplicaRun` did so already, but not if the thread was
+            # killed from outside.
             run.forward_pass.coordinator.leave(run.number, error)
             stays = False
-        del work, run  # They refer to inputs and outputs.
+        # The variables `work` and `run` refer to inputs and outputs of the replica, which an idle thread must not keep.
+        del work, run
         if stays:
             idle.append((current_thread(), works))
         ended.put(i)
@@ -322,19 +376,21 @@ def _work_and_stay(works: "SimpleQueue[Any]", idle: list[Any], device: torch.dev
 
 
 def _thread_state() -> tuple[Any, ...]:
-    """Return the settings of this thread that a `forward` may change and leave changed."""
+    """Return the settings of torch for this thread, such as grad mode, that a `forward` may leave changed."""
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_device_types()]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), saved_tensors_hooks(True)
-    counts = count_function_modes(), count_dispatch_modes(), torch.get_num_threads()  # A default device is a mode.
+    # Count the function modes and dispatch modes that are active. A default device is such a mode.
+    counts = count_function_modes(), count_dispatch_modes(), torch.get_num_threads()
     return autocast, torch.is_autocast_cache_enabled(), modes, counts
 
 
-# Idle threads with their queues of works, by process, device, and number of OpenMP threads.
+# Idle threads that wait for the next replica, each with the queue from which it takes its work. The keys are (id of the
+# process, device of the replicas, number of OpenMP threads).
 _idle: dict[tuple[int, torch.device, int], list[tuple[Thread, "SimpleQueue[Any]"]]] = {}
 
 
 def _run_in_turns(work: Callable[[int], None], runs: Sequence[ReplicaRun]) -> None:
-    """Run replicas that share devices one at a time, each with its own random states."""
+    """Run replicas that share devices: one at a time, each with its own states of the random generators."""
     forward_pass = runs[0].forward_pass
     forward_pass.check_turns()
     changes = ParameterChanges(forward_pass.original)
@@ -351,12 +407,15 @@ def _run_in_turns(work: Callable[[int], None], runs: Sequence[ReplicaRun]) -> No
     changes.warn(len(runs))
 
 
-# The runs of the latest `replicate` or `parallel_apply` in this context. Weak references, as threads from user code may
-# keep the context alive after the forward pass.
+# References to the `ReplicaRun` objects of the latest call of `replicate` or `parallel_apply` in this context. They are
+# weak, because threads started by user code may keep the context alive after the forward pass.
 _prepared: ContextVar[Sequence["ref[ReplicaRun]"]] = ContextVar("sync_batchnorm_prepared", default=())
 
 
 def prepared_runs() -> list[ReplicaRun]:
-    """Return the runs of the latest `replicate` or `parallel_apply` in this context, unless the pass has ended."""
+    """Return the `ReplicaRun` objects of the latest call of `replicate` or `parallel_apply` in this context.
+
+    If the forward pass of the latest call is over, return an empty list.
+    """
     runs = [run for reference in _prepared.get() if (run := reference()) is not None]
     return [run for run in runs if not run.forward_pass.coordinator.is_over]

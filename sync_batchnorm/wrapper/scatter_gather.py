@@ -1,7 +1,7 @@
-"""Scatter the tensors of a tree in chunks to replicas, and gather the outputs of replicas into one tree.
+"""Scatter the arguments of a call to replicas, in chunks, and gather the outputs of all replicas into one output.
 
-torch's own scatter and gather move the tensors between distinct accelerators (`by_torch`). They refuse the CPU,
-repeated devices and scalars, so these tensors are moved here.
+torch's own functions `scatter` and `gather` refuse the CPU, repeated devices and scalars. If all replicas are on
+distinct accelerators (`by_torch` is true), torch's functions move the tensors. Otherwise the functions of this file do.
 """
 
 import copy
@@ -39,10 +39,10 @@ _SCALARS = "Was asked to gather along dimension 0, but all input tensors were sc
 
 
 def scatter_tree(tree: Tree, dims: Sequence[int | None], devices: Sequence[torch.device], by_torch: bool) -> list[Any]:
-    """Split the leaves of a tree into one chunk for each device, and return one tree for each chunk.
+    """Split each leaf of a tree into one chunk for each device, and return a tree of chunks for each device.
 
-    `dims` gives the dimension of the split for each leaf, or None. Without a split, each chunk gets its own copy of a
-    tensor, list or dict; all chunks share any other object.
+    `dims` names, for each leaf, the dimension along which the leaf is split, or None. If a tensor, list or dict is not
+    split, each replica gets its own copy of it. Any other object is shared by all replicas.
     """
     with torch.DisableTorchFunctionSubclass():  # Chunks are plain tensors, as in torch.
         chunks = [_chunks(leaf, dim, devices, by_torch) for leaf, dim in zip(tree.leaves, dims, strict=True)]
@@ -50,7 +50,7 @@ def scatter_tree(tree: Tree, dims: Sequence[int | None], devices: Sequence[torch
 
 
 def _chunks(leaf: Leaf, dim: int | None, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Any]:
-    """Return the chunk of one leaf for each device."""
+    """Return a list of the chunks of one leaf, with a chunk for each device."""
     path, value, named_dim = leaf
     if dim is not None and by_torch:
         return scatter_by_torch(value, devices, dim)  # type: ignore[no-any-return]
@@ -67,26 +67,29 @@ def _chunks(leaf: Leaf, dim: int | None, devices: Sequence[torch.device], by_tor
 
 
 def _move(leaf: Leaf, device: torch.device, copies: bool = False) -> Any:
-    """Return a leaf on `device`: a tensor, an object with a method `to`, or a list of trees of these.
+    """Move the value of a leaf to `device`, and return it.
 
-    Other objects are returned as they are. `copies`: copy also tensors that are on the device.
+    The value may be a tensor, an object with a method `to`, or a list with such objects in its entries. Any other
+    object is returned unchanged. If `copies` is true, tensors that are already on the device are copied.
     """
     if isinstance(leaf.value, Tensor):
         return leaf.value.to(device, copy=copies)
     if leaf.splits_by_entry():
         entries = Tree(leaf.value, None, leaf.path)
         return entries.build(iter([_move(entry, device, copies) for entry in entries.leaves]))
-    # Some methods `to` move in place, as for a batch of tokens of transformers: move a shallow copy.
+    # Move a shallow copy of an object with a method `to`. Some of these methods move the object in place, for example
+    # those of token batches of transformers, and would change the user's object.
     return copy.copy(leaf.value).to(device) if has_to_method(type(leaf.value)) else leaf.value
 
 
 def gather_trees(
     outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False, dims: Dims = None
 ) -> Any:
-    """Concatenate the outputs of replicas on `device`, leaf by leaf, and return one tree.
+    """Gather the outputs of all replicas on `device`: concatenate their tensors, and return one output.
 
-    Tensors are concatenated along their dimension in `dims` (the user's `out_dims`), or else along `dim`; scalars
-    become a vector, as in torch. Other leaves are replica 0's. Raises an error if the structures of outputs differ.
+    A tensor is concatenated along its dimension in `dims` (the user's `out_dims`), or, without such a dimension, along
+    `dim`. Scalars become a vector, as in torch. Leaves that are not tensors are taken from replica 0. Raise an error if
+    the outputs of replicas differ in their structure.
     """
     named_dims = UNSPECIFIED if dims is None else dims
     first, *others = [Tree(output, named_dims, ("output",), is_output=True) for output in outputs]
@@ -109,7 +112,10 @@ def gather_trees(
 
 
 def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
-    """Return, for each leaf of replica 0's output, the values of all replicas; raise an error if they do not fit."""
+    """Return a list for each leaf of the output: the values of this leaf in all replicas.
+
+    Raise an error if the values of a leaf in different replicas cannot be gathered.
+    """
     misplaced = [(leaf.path, type(leaf.value).__name__) for leaf in first.leaves if _is_misplaced(leaf)]
     for path, kind in (*first.unreachable, *misplaced):
         whole = format_dims("out_dims", path[1:], None) if path[1:] else "out_dims=(None,) and return (value,)"
@@ -131,7 +137,7 @@ def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
 
 
 def _remedy(*leaves: Leaf | None) -> str:
-    """Return the remedy for leaves of two replicas that do not agree."""
+    """Return a remedy for the error message about a leaf that does not fit together in the outputs of two replicas."""
     if all([leaf is not None and isinstance(leaf.value, Number) for leaf in leaves]):
         return "return a tensor in place of a number that replicas compute, such as loss.detach() for loss.item()"
     return (
@@ -141,48 +147,53 @@ def _remedy(*leaves: Leaf | None) -> str:
 
 
 def _shown(leaf: Leaf | None) -> str:
-    """Return a leaf as a message shows it."""
+    """Return the text that shows a leaf of an output in an error message."""
     if leaf is None:
         return "nothing there"
     return "a tensor" if isinstance(leaf.value, Tensor) and leaf.dim is not None else reprlib.repr(leaf.value)
 
 
 def _is_misplaced(leaf: Leaf) -> bool:
-    """Return whether a replica's output must not have this leaf, as gathering would lose values.
+    """Return whether a leaf is forbidden in the output of a replica, because gathering would lose values.
 
-    A number may belong to the chunk, such as a count or a loss. Any other object is allowed beside tensors in a mapping
-    or dataclass, or if `out_dims` names it.
+    If a leaf is not a tensor, gathering keeps only the value of replica 0. So a number is forbidden: it may differ
+    between replicas, as a count or a loss does. Any other object is allowed beside tensors in a mapping or dataclass,
+    and wherever `out_dims` names it.
     """
     value = leaf.value
     if leaf.dim is None or value is None or isinstance(value, (Tensor, list)):
         return False
-    if isinstance(value, (tuple, Mapping)) or is_dataclass(value):  # without tensors
+    # A tuple, mapping or dataclass is a leaf only if it holds no tensors.
+    if isinstance(value, (tuple, Mapping)) or is_dataclass(value):
         return any(map(_is_number, leaves_of(children_of(value))))
     return _is_number(value) or all([type(key) is Index for key in leaf.path[1:]])
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a number, or a 0-d array of one; bools and Enums are none."""
+    """Return whether a value is a number, or a 0-d array with a number. Bools and Enums do not count as numbers."""
     value = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
     return isinstance(value, Number) and not isinstance(value, (bool, Enum))
 
 
 def _agree(leaf: Leaf, other: Any) -> bool:
-    """Return whether a leaf of replica 0 and the value of another replica at its path can be gathered.
+    """Return whether a leaf of replica 0's output can be gathered with `other`, the same leaf of another replica.
 
-    Tensors and lists of samples are concatenated, so only their types must agree. Anything else must be equal.
+    Tensors and lists of samples are concatenated, so only their types must be equal. For any other leaf, the values in
+    both replicas must be equal.
     """
     value = leaf.value
     if (isinstance(value, Tensor) and leaf.dim is not None) or leaf.splits_by_entry():
         return isinstance(other, Tensor if isinstance(value, Tensor) else list)
-    if isinstance(value, Tensor) and value.device.type != "cpu":  # Comparing values would block the host.
+    # Compare only the shapes of tensors on accelerators: to compare their values, the host would have to wait.
+    if isinstance(value, Tensor) and value.device.type != "cpu":
         return isinstance(other, Tensor) and value.shape == other.shape
     try:
-        if hasattr(value, "shape"):  # a tensor or an array
+        if hasattr(value, "shape"):  # Compare tensors and NumPy arrays with the usual tolerance of `assert_close`.
             torch.testing.assert_close(other, value, equal_nan=True)
             return True
         return value is other or bool(value == other or (value != value and other != other))
-    except Exception:  # `assert_close` raises an `AssertionError`, `==` of arrays may raise a `ValueError`.
+    # If the values differ, `assert_close` raises an `AssertionError`, and `==` of arrays may raise a `ValueError`.
+    except Exception:
         return False
 
 
@@ -190,7 +201,8 @@ def _join_tensors(tensors: Sequence[Tensor], device: torch.device, dim: int, by_
     try:
         if by_torch:
             return gather_by_torch(tensors, str(device), dim)  # type: ignore[arg-type, no-any-return]
-        # Autocast would cast the tensors, or refuse those of another dtype. torch, too, gathers plain tensors.
+        # Disable autocast, because it would cast the tensors, or refuse tensors of another dtype. Return plain tensors
+        # for subclasses of `Tensor`, as torch's gather does.
         with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
             return torch.cat([tensor.to(device) for tensor in tensors], dim)
     except (RuntimeError, IndexError) as error:
