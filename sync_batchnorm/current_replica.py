@@ -1,9 +1,9 @@
-"""Find the replica of the current thread, and refuse layers outside this replica.
+"""Find the replica that runs in the current thread, and raise an error for layers outside this replica.
 
-NOTE [whose thread]: The obvious record of the replica of a thread is a `ContextVar`. It is not enough, because other
-threads inherit it. A thread started by a replica may inherit its context, as by default in free-threaded Python 3.14.
-A replica itself runs in a copy of its caller's context, and the caller may be a replica of another wrapper. So the
-identifier of the current thread must also equal the identifier in the record of the replica.
+NOTE [whose thread]: The obvious way to remember the replica of a thread is a `ContextVar`. This is not enough, because
+other threads may inherit its value. A thread started by a replica may inherit the replica's context, as by default in
+free-threaded Python 3.14. And a replica runs in a copy of its caller's context, where the caller may be a replica of
+another wrapper. So the current thread must also be the thread that the coordinator recorded for the replica.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from .torch_private import uncompiled
 
 __all__: list[str] = []
 
-# A weak reference to the `ReplicaRun` of this context, set by `wrapper/run.py`. A thread started by the replica may
-# keep this context for longer than the forward pass.
+# A weak reference to the run of a replica (`ReplicaRun`) in the current context, set by `wrapper/run.py`. The reference
+# is weak because a thread started by the replica may keep this context for longer than the forward pass.
 context_run: ContextVar[Callable[[], Any]] = ContextVar("sync_batchnorm_run", default=lambda: None)
 
 
@@ -32,14 +32,17 @@ def is_in_replica() -> bool:
     return current_run() is not None
 
 
-# The compiler cannot trace a `ContextVar`. With this mark it keeps the result of the first call as a constant: code
-# compiled outside replicas does not ask again inside them. `torch.compiler.assume_constant_result` sets the same mark,
-# but imports the compiler.
+# `torch.compile` cannot trace a `ContextVar`. With this mark, compiled code keeps the first result of `is_in_replica`
+# as a constant: code that was compiled outside replicas does not call the function again inside a replica.
+# `torch.compiler.assume_constant_result` sets the same mark, but imports the compiler.
 vars(is_in_replica).update(_dynamo_marked_constant=True)
 
 
 def raise_if_foreign(module: nn.Module) -> None:
-    """Raise an error if this thread runs a replica without this layer or wrapper, which is in training mode."""
+    """Raise an error if this thread runs a replica, and the module does not belong to this replica.
+
+    `module` is a synchronized layer or a wrapper in training mode.
+    """
     if is_in_replica():
         _raise_unless_in_replica(module)
 
@@ -59,7 +62,7 @@ def _raise_unless_in_replica(module: nn.Module) -> None:
         "model: replace that of the DataParallel; (3) a layer or wrapper outside the model: make it a submodule, or "
         "call its eval()"
     )
-    if parents:  # The copies of these modules in the replicas still run the compiled code of the originals.
+    if parents:  # In a replica, the copy of a compiled module still runs the compiled code of the original module.
         causes = (
             f"The cause is compile() of {type(parents[0]).__name__}: compile functions that its forward calls instead"
         )

@@ -1,4 +1,4 @@
-"""Warnings with the user's line, and the checks of arguments that several files share."""
+"""Warnings that point to the user's line of code, and checks of arguments that several files use."""
 
 import sys
 import warnings
@@ -11,12 +11,12 @@ from torch import nn
 __all__: list[str] = []
 
 _PACKAGE = __name__.removesuffix("messages")
-_issued: dict[str, object] = {}  # text of `warn_once` -> a mark of the call that issued it
+_issued: dict[str, object] = {}  # text of a warning -> an object that identifies the call that issued the warning
 _collected: ContextVar[dict[str, None] | None] = ContextVar("sync_batchnorm_collected_warnings", default=None)
 
 
 def warn(text: str) -> None:
-    """Issue a `UserWarning` for the innermost line of the user's code, outside this library and torch."""
+    """Issue a `UserWarning` that points to the innermost line of code outside this library and torch."""
     if _collected.get() is not None:
         return
     frame, level = sys._getframe(), 1
@@ -26,7 +26,10 @@ def warn(text: str) -> None:
 
 
 def warn_once(text: str) -> None:
-    """Issue a `UserWarning`, but each text only once in this process, even if several threads call this at once."""
+    """Issue a `UserWarning` unless this process has issued the same text before.
+
+    If several threads issue the same text at the same time, only one of them issues the warning.
+    """
     mine, collected = object(), _collected.get()
     if collected is not None:
         collected[text] = None
@@ -36,9 +39,10 @@ def warn_once(text: str) -> None:
 
 @contextmanager
 def collected_warnings() -> Iterator[dict[str, None]]:
-    """Suppress warnings; yield a dictionary that collects the texts of `warn_once` as its keys.
+    """Suppress this library's warnings in a `with` block. Yield a dictionary whose keys are the texts of `warn_once`.
 
-    Replicas run in copies of their caller's context, so their texts are collected, too. Other threads still warn.
+    The warnings of replicas called in the block are suppressed, too, because replicas run in copies of their caller's
+    context. Other threads still issue warnings.
     """
     texts: dict[str, None] = {}
     token = _collected.set(texts)
@@ -63,7 +67,10 @@ def check_module(module: object) -> None:
 
 
 def in_transform_error(called: str) -> RuntimeError:
-    """Return the error for a call inside a transform of `torch.func`: threads of replicas would not apply it."""
+    """Return the error for a call inside a transform of `torch.func`, such as `vmap`.
+
+    The threads of replicas would not apply the transform, and would return wrong results.
+    """
     return RuntimeError(
         f"expected replicas outside the transforms of torch.func, but got a call of {called} inside one, such as "
         "grad or vmap; use torch.autograd.grad, with create_graph=True for gradients of gradients, or call the wrapped "

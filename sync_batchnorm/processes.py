@@ -1,20 +1,20 @@
 """Exchange batch statistics and their gradients between processes, over `torch.distributed`.
 
-Processes cannot use a `SyncMaster`: they share no memory, and only a collective connects them. A forward pass packs the
-statistics of a layer into one vector and gathers the vectors of all processes; each process then merges all rows
-itself. A backward pass adds up one vector of sums.
+Processes share no memory, so they cannot use a `SyncMaster`: only collectives connect them. In a forward pass, each
+process packs the statistics of a layer into one vector, gathers the vectors of all processes, and merges the gathered
+rows itself. In a backward pass, a collective adds up one vector of sums over all processes.
 
     rank 0   [count, number, statistics] ---+                 +---> (W, 2 + 2 * C): merge the rows
                                             +--- all_gather --+
     rank 1   [count, number, statistics] ---+                 +---> (W, 2 + 2 * C): merge the rows
 
-A collective does not check that all ranks call the same layer: it mixes the statistics of two layers without an error.
-So each vector on the CPU also holds a number of the layer, and all ranks compare the numbers (`_agree_on_number`). On
-GPUs, the host would have to wait for the result of the collective, so vectors there have no number.
+A collective does not check that all ranks call the same layer: it would mix the statistics of two layers without an
+error. So each vector on the CPU also contains a number of its layer, and all ranks compare the gathered numbers
+(`_agree_on_number`). On GPUs, the host would have to wait for the gathered numbers, so the vectors do not contain any.
 
-All processes of a group must have the same weights, and call the same layers in the same order; in a backward pass, the
-autograd engine determines that order. `DistributedDataParallel` ensures equal weights, and relies on the order itself.
-Timeouts, lost processes, and vectors of different lengths are left to `torch.distributed`.
+All processes of a group must have the same weights, and call the same layers in the same order. In a backward pass, the
+autograd engine determines this order. `DistributedDataParallel` keeps the weights equal, and itself relies on the same
+order. `torch.distributed` handles timeouts, lost processes, and vectors of different lengths.
 """
 
 import os
@@ -36,30 +36,33 @@ ONE_PROCESS_A_DEVICE = (
     "of this wrapper"
 )
 
-Group = Any  # a `torch.distributed.ProcessGroup`; some builds of torch do not have this class
+# A `torch.distributed.ProcessGroup`. The type is Any, because some builds of torch do not contain this class.
+Group = Any
 
-# group -> layer -> number, for layers that have exchanged on the CPU. A number is not stored on its layer, because a
-# copy of the layer must have none. A new group starts at 1, also after the old one was destroyed. Only the thread that
-# exchanges in a group uses its numbers; ranks that are threads have a group each.
+# process group -> layer -> number of the layer, for layers that exchanged statistics on the CPU. The number is not
+# stored on the layer, because a copy of the layer must not get the same number. The numbers of a new group start at 1,
+# even if it replaces a destroyed group. Only one thread uses the numbers of a group: ranks that are threads use a group
+# each.
 _numbers: WeakKeyDictionary[Group, WeakKeyDictionary[nn.Module, float]] = WeakKeyDictionary()
 
-_inherited: list[Group] = []  # the default group at each fork that led to this process: a child must not use it
+# The default process groups of the parent processes, if this process was forked. A forked process must not use them.
+_inherited: list[Group] = []
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=lambda: _inherited.append(dist.is_available() and dist.group.WORLD))
 
 
 class Peers(NamedTuple):
-    """A layer, and the group of processes with which it exchanges."""
+    """One layer of this process, and the group of processes with which it exchanges statistics."""
 
     group: Group
-    name: str  # of the layer in its model
-    # A weak reference: the graph of an exchange holds this object, and must not keep the model alive. `sync_moments`
-    # has no layer.
+    name: str  # the name of the layer in its model
+    # A weak reference to the layer, because the autograd graph holds this object, and must not keep the model alive.
+    # The function `sync_moments` passes None, because it does not belong to a layer.
     layer: Any = None
 
     def call(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
-        """Call a function of `torch.distributed`. If it fails, a note on the error names the layer."""
+        """Call a collective of `torch.distributed` with these tensors. If it fails, add a note that names the layer."""
         if type(tensors[-1]) is not Tensor:
             raise RuntimeError(
                 f"expected a tensor of this process, but got a {type(tensors[-1]).__name__} in the exchange of "
@@ -74,16 +77,19 @@ class Peers(NamedTuple):
     def gather_statistics(
         self, statistics: Sequence[Tensor], count: int, dtype: torch.dtype | None
     ) -> tuple[Sequence[Sequence[Tensor]], Tensor, int | Tensor]:
-        """Gather the statistics of all W processes: a list of one pair ``(W, C)``, counts ``(W,)``, and their sum.
+        """Gather the statistics and the element counts of all W processes.
 
-        `count` is the number of elements per channel in this process. The statistics are sent in `dtype`; None keeps
-        their own. The sum is a tensor, so that the host does not wait for it. If `count` is at most 1, the sum is an
-        int: the caller has to check that it is more than 1.
+        Return a list with one pair of tensors ``(W, C)``, a tensor ``(W,)`` of the counts, and the sum of the counts.
+
+        `count` is the number of elements per channel in this process. The statistics are sent in `dtype`, or in their
+        own dtype if `dtype` is None. The sum is a tensor, so that the host does not wait for its value. If `count` is
+        at most 1, the sum is an int instead, because the caller must then check whether the whole sum is 1.
         """
-        mean, var = (tensor.to(dtype=dtype) for tensor in statistics)  # Some backends have another second vector.
+        # Instead of the variance, some backends send another vector.
+        mean, var = (tensor.to(dtype=dtype) for tensor in statistics)
         if mean.dim() > 1:  # (K, C), from K pieces of the input -> (C,)
             mean, var = merge_moments(mean, var, None)
-        header = [count, _number_or_proposal(self)] if mean.is_cpu else [count]  # On GPUs, the host would have to wait.
+        header = [count, _number_or_proposal(self)] if mean.is_cpu else [count]
         vector = torch.cat([*[mean.new_full((1,), value) for value in header], mean, var])
         size = dist.get_world_size(self.group)
         result = vector.new_empty(size * len(vector))
@@ -96,7 +102,7 @@ class Peers(NamedTuple):
         return [gathered[:, len(header) :].chunk(2, 1)], counts, total if count > 1 else int(total)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over all processes. It is differentiable if a graph is recorded."""
+        """Return the sum of `tensor` over all processes. Autograd can differentiate this sum."""
         return _AllReduce.apply(tensor, self)  # type: ignore
 
 
@@ -104,7 +110,7 @@ def check_group(process_group: Any) -> None:
     """Raise a `TypeError` unless the argument is a process group or None."""
     if process_group is None or not dist.is_available():
         return
-    # `torch.distributed.new_group` returns this number in processes outside the new group.
+    # In a process outside the new group, `torch.distributed.new_group` returns this integer in place of a group.
     is_non_member = isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER
     if not isinstance(process_group, dist.ProcessGroup) and not is_non_member:
         raise TypeError(
@@ -114,7 +120,10 @@ def check_group(process_group: Any) -> None:
 
 
 def active_group(process_group: Group | None) -> Group | None:
-    """Return the group to exchange in, by default the group of all processes; None if it has no other process."""
+    """Return the process group in which to exchange, or None if the group contains no other process.
+
+    If `process_group` is None, use the group of all processes.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return None
     check_group(process_group)
@@ -136,19 +145,25 @@ def active_group(process_group: Group | None) -> Group | None:
 
 
 def _number_or_proposal(peers: Peers) -> float:
-    """Return the number of the layer, or minus the next unused number as a proposal if it has none yet."""
+    """Return the number of the layer in its process group.
+
+    If the layer is not numbered yet, return a proposal: the next unused number, with a minus sign to mark a proposal.
+    """
     numbers = _numbers.setdefault(peers.group, WeakKeyDictionary())
     return numbers.get(peers.layer()) or -1 - max(numbers.values(), default=0)
 
 
 def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
-    """Give the layer the number that all processes sent, or raise an error in all processes if they sent several.
+    """Check that all processes sent the same number for the layer, and give the layer this number.
 
-    A layer without a number adopts the number from the other processes: one process may continue with a new copy of its
-    model. If no process has a number yet, all adopt the largest proposal, which is unused everywhere.
+    If processes sent different numbers, they called different layers, and each process raises an error. The error names
+    the layer of this process only: in another process, the same number may belong to another layer.
 
-    The error names the layer of this process only: another process may have given this number to another layer. Two
-    layers that are swapped from the first exchange on are not detected.
+    A layer without a number adopts the number from the other processes, because one process may continue with a new
+    copy of its model. If the layer is new in all processes, they adopt the largest number that any process proposed.
+    This number is unused in every process.
+
+    If two layers are swapped in one process from their first exchange on, this mistake is not detected.
     """
     known = {number for number in numbers if number > 0}
     if len(known) > 1:
@@ -166,7 +181,8 @@ def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
 class _AllReduce(torch.autograd.Function):
     """Add up a tensor over all processes.
 
-    The tensor of each process enters the losses of all processes, so its gradient is a sum over all processes, too.
+    The tensor of each process contributes to the losses of all processes. So the gradient of this tensor is a sum over
+    all processes, too.
     """
 
     @staticmethod

@@ -1,4 +1,6 @@
-"""The private names of torch, and the marks of its compiler. A comment at each says the loss without it.
+"""The private names of torch that this library uses, and marks for the compiler of torch.
+
+The comment at each private name describes the purpose of this name, and the loss if torch drops it.
 
 NOTE [private names]: Torch may rename or drop a private name in any version. So other files import it from this file,
 under a name of our own. Private attributes of public objects, such as `_version`, are the exception.
@@ -21,55 +23,67 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# Attributes of a module: dictionaries of its hooks, and of flags for single hooks (`_forward_hooks_with_kwargs`).
+# The names of the attributes in which a module stores its hooks, and flags for single hooks. An example of flags is
+# `_forward_hooks_with_kwargs`.
 HOOKS_AND_FLAGS = tuple(name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name)
 HOOKS = tuple(name for name in HOOKS_AND_FLAGS if name.endswith("hooks"))
-# Without it: only torch's five public classes are recognized as batch norms, not the classes that users derive.
+# The base class of torch's batch norms. Without it, only torch's five public classes would be recognized as batch
+# norms, and not the classes that users derive from this base class.
 BatchNormBase = _BatchNorm
-# Without it: a selective checkpoint counts the operators of a merge, and its recomputation does not repeat them.
+# Switches off dispatch modes in a `with` block. Without it, a selective checkpoint would count the operators of a merge
+# of statistics, and expect them again in the recomputation, which does not merge.
 without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
-# Without it: replicas inside a transform of torch.func are wrong, with no error.
+# Returns whether a transform of torch.func is active, such as vmap. Without it, replicas inside a transform would
+# return wrong outputs without an error.
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# The number of the backward pass in this thread, or -1. Without it: a recomputation would count as a new exchange.
+# Returns the number of the backward pass that runs in this thread, or -1. Without it, a layer could not recognize the
+# recomputation of a checkpoint, and would start a new exchange.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-# Whether autocast is on for any kind of device. Without it: every exchange would have to switch it off.
+# Returns whether autocast is on for any type of device. Without it, every exchange would have to switch off autocast,
+# even if autocast is not on.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-# For this thread. Without it: every exchange would pay ten times as much for `torch.no_grad`.
+# Switches the recording of gradients on or off in this thread. Without it, every exchange would use `torch.no_grad`,
+# which takes ten times as long.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-# How many modes are on in this thread. Without them: an idle thread would keep the modes that `forward` left on.
+# Return the number of modes that are on in this thread. Without them, a thread would keep the modes that a `forward`
+# left on, and the next replica in this thread would run with these modes.
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# Whether the running backward pass retains the graph. Without it: no backward pass could free its tensors.
+# Returns whether the running backward pass retains the graph. Without it, no backward pass could free the saved inputs.
 retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-# The hooks on saved tensors in this thread, or None. Without it: checkpoints in replicas would not see saved tensors.
+# Returns the saved-tensor hooks that are set in this thread, or None. Without it, the hooks of a checkpoint would not
+# get the tensors that this library saves.
 saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-# Whether the running backward pass executes an inner node. Without it: every backward pass would compute all gradients.
+# Returns whether the running backward pass executes a given node of the graph. Without it, every backward pass would
+# compute the gradients of all inputs, even those that nobody needs.
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-# The compiler that is active in this thread, or None. Without it: every call would pay for `torch.compiler.disable`.
+# Returns the compiler that is active in this thread, or None. Without it, every call of a layer would go through
+# `torch.compiler.disable`, which takes time.
 active_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-# Without it: copies to several devices would be one operator each.
+# Copies a list of tensors by one operator. Without it, a copy to several devices would take one operator for each
+# device.
 foreach_copy: Callable[..., None] = torch._foreach_copy_
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Any:
-    """Return the `apply` of the C++ base class, which does not look for transforms of torch.func first."""
+    """Return the `apply` of an autograd function's C++ base class. It skips the check for transforms of torch.func."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` has hooks. Autograd calls them with None if there is no gradient."""
+    """Return whether a tensor has gradient hooks. Autograd calls them with None if the tensor gets no gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def has_attribute(module: nn.Module, name: str) -> bool:
-    """Return whether a module has an attribute, without evaluating a property."""
+    """Return whether a module has an attribute of this name, without evaluating a property."""
     state = vars(module)
     tables = (state, state["_parameters"], state["_buffers"], state["_modules"])
     return hasattr(type(module), name) or any(name in table for table in tables)
 
 
 def names_of_modules(module: nn.Module) -> dict[nn.Module, str]:
-    """Return the name of each module, in the order of `module.named_modules()`, in a fraction of its time."""
+    """Return all submodules of `module` with their names, like `named_modules()`, but in a fraction of the time."""
     names: dict[nn.Module, str] = {}
     stack: list[tuple[str, nn.Module | None]] = [("", module)]
     while stack:
@@ -83,7 +97,7 @@ def names_of_modules(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def compiled_module_type() -> Any:
-    """Return the class of compiled modules, or an empty tuple if the compiler was never imported."""
+    """Return the class of modules compiled by `torch.compile`, or an empty tuple if the compiler was never imported."""
     return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
 
 
@@ -94,7 +108,10 @@ REASON = (  # The compiler shows this text with `fullgraph=True`.
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that it is never compiled, like `torch.compiler.disable`, but without its usual cost."""
+    """Decorate a function so that `torch.compile` never compiles it.
+
+    `torch.compiler.disable` does the same, but takes more time in each call.
+    """
     disabled: Callable[P, R] | None = None
 
     @functools.wraps(function)

@@ -1,7 +1,7 @@
 """Batch normalization on any device, in differentiable operators of torch.
 
-This file computes. It knows nothing of threads or modules. ``C`` is the number of channels, dimension 1 of every input
-``(N, C, +)``. Vectors are ``(C,)``. A count is a number of elements per channel.
+This file only computes, and knows nothing of threads or modules. ``C`` is the number of channels, which are dimension 1
+of every input ``(N, C, +)``. A vector is a tensor ``(C,)``. A count is the number of elements per channel in an input.
 
 `Backend` has the operations of one exchange, in the order in which they run:
 
@@ -23,8 +23,10 @@ from .workspaces import Lease, Pair, Workspace, move_pair
 
 __all__: list[str] = []
 
-Counts = Sequence[int] | Tensor  # elements per channel: a list by replica, or a tensor ``(W,)`` by process
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input, weight and bias of one replica
+# The number of elements per channel in each replica, as a list; or in each of W processes, as a tensor ``(W,)``.
+Counts = Sequence[int] | Tensor
+# The gradients of the input, the weight and the bias of one replica.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @functools.cache
@@ -39,33 +41,40 @@ def per_channel(vector: Tensor, like: Tensor) -> Tensor:
 
 
 def reduced_dims(input: Tensor) -> list[int]:
-    """Return all dimensions of `input` except the channels."""
+    """Return the dimensions over which statistics are computed: all dimensions of `input` except the channels."""
     return [dim for dim in range(input.dim()) if dim != 1]
 
 
 def format_of(input: Tensor) -> torch.memory_format:
-    """Return the memory format for the output and the gradient of `input`: channels_last as `input`, or contiguous."""
+    """Return the memory format for the output and the gradient of `input`.
+
+    The memory format is channels_last if `input` is channels_last, and contiguous for all other inputs.
+    """
     if input.is_contiguous():
         return torch.contiguous_format
     channels_last = torch.channels_last if input.dim() == 4 else torch.channels_last_3d
-    # This ignores the strides of size-1 dimensions, and is False for other numbers of dimensions than four and five.
+    # With channels_last formats, `is_contiguous` ignores the strides of size-1 dimensions, and is False for tensors
+    # that are neither 4-d nor 5-d.
     return channels_last if input.is_contiguous(memory_format=channels_last) else torch.contiguous_format
 
 
 def memory_for_output(input: Tensor) -> Tensor:
-    """Allocate the output for `input`, in its memory format."""
-    # The default, `torch.preserve_format`, would keep unusual strides of size-1 dimensions.
+    """Allocate memory for the output of a batch norm, in the memory format of its input."""
+    # By default, `torch.empty_like` would copy unusual strides of size-1 dimensions from `input`.
     return torch.empty_like(input, memory_format=format_of(input))
 
 
 def single_value_error(shapes: Sequence[torch.Size]) -> ValueError:
-    """Return torch's own error for a single value per channel. `shapes` are those of all inputs, some may be empty."""
+    """Return the error that torch raises for a single value per channel.
+
+    `shapes` are the shapes of the inputs of all replicas. Some of these inputs may be empty.
+    """
     shape = next((shape for shape in shapes if shape.numel()), shapes[0])
     return ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
 
 
 def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge means and biased variances of K pieces of the data.
+    """Merge the means and biased variances of K pieces of the data into the mean and variance of the whole data.
 
     Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979;
     here for any number of pieces.
@@ -87,56 +96,73 @@ def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[
 
 
 class RunningStatistics(NamedTuple):
-    """The buffers of a layer, and its momentum."""
+    """The running statistics of a layer, which are its buffers, and the momentum for their updates."""
 
-    mean: Any  # a tensor; None without running statistics
-    var: Any
+    mean: Any  # the running mean, a tensor; None if the layer keeps no running statistics
+    var: Any  # the running variance, a tensor; None if the layer keeps no running statistics
     num_batches_tracked: Tensor | None
-    momentum: float | None  # None for a cumulative average
+    momentum: float | None  # the momentum of the layer; None for a cumulative average
 
     def update(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
-        """Count the call, and move the buffers towards `mean` and the unbiased variance; `var` is the biased one."""
+        """Count this call of the layer, and move the running statistics towards the statistics of its batch.
+
+        `mean` and `var` are the mean and the biased variance of the batch. `count` is the number of elements per
+        channel. The running variance moves towards the unbiased variance.
+        """
         if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)  # In torch, too, this changes the version counter.
+            self.num_batches_tracked.add_(1)  # This changes the version counter of the buffer, as in torch.
         if self.mean is None or (isinstance(count, int) and count == 0):
             return
-        # In place through `data`: like the kernel of torch, this leaves the version counter as it is. An earlier
-        # forward pass in eval mode may have saved these buffers, and its backward pass must still run.
+        # Write into the buffers through `data`, so that their version counters stay as they are, as in torch's own
+        # kernel. An earlier forward pass in eval mode may have saved these buffers, and its backward pass must still
+        # run.
         for buffer, value in ((self.mean, mean), (self.var, var * (count / (count - 1)))):
             step: Tensor | float = self.momentum or 0.0
             if self.momentum is None and self.num_batches_tracked is not None:
-                # The step stays a tensor, so that the host does not wait for the counter.
+                # Keep the step as a tensor, so that the host does not wait for the value of `num_batches_tracked`.
                 step = self.num_batches_tracked.to(buffer.dtype).reciprocal()
-            # The formula of torch. With momentum 1, `lerp_` would turn an infinite variance into NaN.
+            # This is the formula of torch. With momentum 1, `lerp_` would turn an infinite variance into NaN.
             buffer.data.mul_(1 - step).add_((value * step).to(buffer.dtype))
 
 
 class BatchStatistics(NamedTuple):
-    """Everything that the replicas share in one call of a layer, outside the autograd graph."""
+    """The merged statistics of one call of a layer, and all other facts about this call that its replicas share.
+
+    The tensors in this tuple are not in the autograd graph.
+    """
 
     backend: "Backend"
-    master_device: torch.device  # on which the sums of all replicas are added up
-    mean_invstd: Mapping[torch.device, Pair]  # mean and inverse standard deviation, ``(C,)``, on each device
-    elements: int | Tensor  # per channel; a tensor if processes have added them up, so that no host waits
-    clamped: Tensor | None  # channels where eps replaces a smaller variance; None if eps is added
-    parameters_differ: bool  # between replicas
-    reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes; None without other processes
-    lease: Lease  # of the workspace in which `mean_invstd` may lie
+    master_device: torch.device  # the device of replica 0, which adds up the sums of all replicas
+    # The mean and the inverse standard deviation of the whole batch, ``(C,)`` each, on each device.
+    mean_invstd: Mapping[torch.device, Pair]
+    # The number of elements per channel in the whole batch. The number is a tensor if several processes computed it
+    # together, so that the host does not wait for its value.
+    elements: int | Tensor
+    # A mask of the channels in which eps replaces a smaller variance. It is None if eps is added to the variance.
+    clamped: Tensor | None
+    parameters_differ: bool  # whether replicas may use different weights or biases in this call
+    # A function that adds up a tensor over all processes. None if there are no other processes.
+    reduce: Callable[[Tensor], Tensor] | None
+    lease: Lease  # the lease of the workspace (memory that later exchanges use again) in which `mean_invstd` may lie
 
     @property
     def divisor(self) -> int | Tensor:
-        """The number by which totals are divided to get means: the elements per channel, at least one."""
+        """The divisor that turns a sum over the batch into a mean: the number of elements per channel, at least 1."""
         return self.elements if isinstance(self.elements, Tensor) else max(self.elements, 1)
 
     def totals(self, sums: Sequence[Pair], workspace: Workspace) -> Tensor:
-        """Add up the pairs of sums of all replicas and processes, the second vectors after the first: ``(2 * C,)``."""
+        """Add up the sums for the backward pass, a pair of vectors for each replica, over all replicas and processes.
+
+        Return the total of the first vectors and the total of the second vectors, in one tensor ``(2 * C,)``.
+        """
         rows = workspace.stack(sums or [tuple(map(torch.zeros_like, self.mean_invstd[self.master_device]))])
         return self.complete(torch.sum(rows, 0, out=workspace.flat))
 
     def complete(self, total: Tensor) -> Tensor:
-        """Add up the totals of all processes, then zero the second vector in the clamped channels.
+        """Add up two vectors over all processes, and set the second vector to zero in channels with a clamped variance.
 
-        The second vector is the gradient through the variance. There is none where `eps` replaces the variance.
+        Where `eps` replaces the variance of a channel, the variance does not affect the output. The second vector
+        stands for the gradient through the variance, so it must be zero in such a channel.
         """
         total = total if self.reduce is None else self.reduce(total)
         if self.clamped is not None:
@@ -145,17 +171,18 @@ class BatchStatistics(NamedTuple):
 
 
 class LayerArguments(NamedTuple):
-    """The arguments of a layer for one call, besides the input."""
+    """The parameters and settings of a batch norm layer for one call."""
 
     weight: Tensor | None
     bias: Tensor | None
     eps: float
-    clamps: bool  # True: `eps` is the lower bound of the variance. False: `eps` is added to the variance
-    running: RunningStatistics | None  # to be updated. None in eval mode, and in all replicas except replica 0
+    clamps: bool  # True if `eps` is the lower bound of the variance; False if `eps` is added to the variance
+    # The running statistics that this call updates. None in eval mode, and in all replicas except replica 0.
+    running: RunningStatistics | None
 
 
 class ForwardInput(Protocol):
-    """The input of one replica in a forward pass."""
+    """The data of one replica for the forward pass of a batch norm: its input, and the arguments of its layer."""
 
     @property
     def input(self) -> Tensor: ...
@@ -163,36 +190,39 @@ class ForwardInput(Protocol):
     def layer(self) -> LayerArguments: ...
     @property
     def memory(self) -> Tensor | None:
-        """Memory for the output, if `Backend.statistics` has returned some."""
+        """Memory for the output of this replica, if `Backend.statistics` allocated some."""
 
 
 class BackwardInput(NamedTuple):
-    """The input of one replica in a backward pass, besides the statistics of the batch."""
+    """The data of one replica for the backward pass of a batch norm, without the statistics that all replicas share."""
 
-    grad_output: Tensor | None  # None if the output does not enter the loss
+    grad_output: Tensor | None  # the gradient of the replica's output; None if the output is not in the loss
     input: Tensor
     weight: Tensor | None
-    wants_input: bool  # whether the gradient of the input is wanted
+    wants_input: bool  # whether the backward pass needs the gradient of the replica's input
 
 
 class Backend:
-    """The operations of batch normalization on any device. Gradients of gradients use these on every device."""
+    """The operations of batch normalization on any device. A subclass is faster on one type of device.
 
-    merge_dtype: torch.dtype | None = None  # of the merge, mean and invstd; None for the dtype of the statistics
+    Gradients of gradients use this class on every device, because autograd can differentiate its operators.
+    """
+
+    merge_dtype: torch.dtype | None = None  # the dtype in which statistics are merged; None for their own dtype
 
     def statistics(self, input: Tensor, eps: float) -> tuple[Pair, Tensor | None]:
-        """Compute the statistics of an input that is not empty.
+        """Compute the statistics of one replica's input, which must not be empty.
 
         Returns:
             mean and biased variance of K equally large pieces of the input, ``(K, C)`` each; and memory for the output
-            in its memory format, or None. A backend may return another second vector if its `merge` expects that. It
-            may use `eps` for it.
+            in the memory format of the output, or None. Instead of the variance, a backend may return another vector
+            that its `merge` expects. The backend may use `eps` to compute this vector.
         """
         var, mean = torch.var_mean(input.to(statistics_dtype(input.dtype)), reduced_dims(input), correction=0)
         return (mean[None], var[None]), None
 
     def empty_statistics(self, input: Tensor) -> Pair:
-        """Return the statistics of an input without elements: zeros."""
+        """Return the statistics of an input without elements: a mean and a variance of zero in each channel."""
         zeros = input.new_zeros(1, input.shape[1], dtype=statistics_dtype(input.dtype))
         return zeros, zeros
 
@@ -204,7 +234,9 @@ class Backend:
         layer: LayerArguments,
         workspace: Workspace,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Merge the statistics of all replicas, which are on one device, and update the running statistics.
+        """Merge the statistics of all replicas, and update the running statistics of the layer.
+
+        All statistics must be on the same device.
 
         Args:
             statistics: a pair for each replica; for processes, a single pair of ``(W, C)``.
@@ -214,8 +246,8 @@ class Backend:
             workspace: memory for the vectors.
 
         Returns:
-            mean and inverse standard deviation, ``(C,)``; and the channels where `eps` replaces a smaller variance,
-            or None if `eps` is added.
+            mean and inverse standard deviation, ``(C,)``; and the channels where `eps` replaces a smaller variance, or
+            None if `eps` is added.
         """
         means = torch.cat([mean for mean, _ in statistics]).to(dtype=self.merge_dtype)  # (K, C), of all pieces
         variances = torch.cat([var for _, var in statistics]).to(dtype=self.merge_dtype)
@@ -253,8 +285,8 @@ class Backend:
     def gradients(self, replicas: Sequence[BackwardInput], batch: BatchStatistics) -> Sequence[Gradients]:
         """Return the gradients of each replica.
 
-        The gradient of an input is None unless it is wanted. The gradients of weight and bias may be None, for zeros,
-        if the output does not enter the loss or has no elements.
+        The gradient of an input is None if the backward pass does not need it. If the output of a replica is empty or
+        not in the loss, the gradients of its weight and bias are zero, and may be returned as None.
         """
         mean_invstd = _statistics_in_graph(replicas, batch) if torch.is_grad_enabled() else batch.mean_invstd
         sums: list[Pair] = []
@@ -283,13 +315,14 @@ class Backend:
 
 
 def _input_gradient(replica: BackwardInput, normalized: Tensor, invstd: Tensor, means: Tensor) -> Tensor:
-    """Return the gradient of the input of one replica.
+    """Return the gradient of one replica's input, ``invstd * (dy - mean_dy - normalized * mean_dy_normalized)``.
 
-    It is ``invstd * (dy - mean_dy - normalized * mean_dy_normalized)``. `normalized` is the normalized input of this
-    replica, dy its `grad_output` times `weight`. `means`, ``(2 * C,)``, are the two means over all replicas.
+    In this formula, dy is the gradient of the replica's output times its weight, and `normalized` is the replica's
+    normalized input. `means`, ``(2 * C,)``, contains the two means, which are taken over all replicas.
     """
     mean_dy, mean_dy_normalized = means.to(replica.input.device, non_blocking=True).chunk(2)
-    # The first operand determines the memory format, so it is as large as the input.
+    # The first operand of an expression determines the memory format of the result, so it must be as large as the
+    # input.
     grad_input = normalized * -per_channel(mean_dy_normalized, normalized) - per_channel(mean_dy, normalized)
     if replica.grad_output is not None:
         dy = replica.grad_output.to(normalized.dtype)
@@ -300,8 +333,8 @@ def _input_gradient(replica: BackwardInput, normalized: Tensor, invstd: Tensor, 
 def _statistics_in_graph(replicas: Sequence[BackwardInput], batch: BatchStatistics) -> dict[torch.device, Pair]:
     """Compute mean and invstd of the batch on each device, as functions of the inputs of all `replicas`.
 
-    The values equal those of the forward pass. Replicas that recorded no graph are missing here: their inputs are
-    constants.
+    The values are the same as in the forward pass. The inputs of replicas that recorded no graph count as constants:
+    these replicas are missing in `replicas`.
     """
     sums: list[Pair] = []
     for replica in replicas:
@@ -311,8 +344,10 @@ def _statistics_in_graph(replicas: Sequence[BackwardInput], batch: BatchStatisti
         pair = deviations.sum(reduced_dims(x)), deviations.square().sum(reduced_dims(x))
         sums.append(move_pair(pair, batch.master_device))
     moments = batch.totals(sums, Workspace()) / batch.divisor
-    # Moments about a constant, the mean of the forward pass. So mean and variance have exact derivatives of any order.
-    first, second = (moments - moments.detach()).chunk(2)  # zeros, in the graph
+    # The moments are taken about the mean of the forward pass, which is a constant for autograd. So the derivatives of
+    # the mean and the variance are exact, in any order. `first` and `second` are zero, but for autograd they are
+    # functions of the inputs.
+    first, second = (moments - moments.detach()).chunk(2)
     mean, invstd = batch.mean_invstd[batch.master_device]
     var_change = second - first.square()
     if batch.clamped is not None:

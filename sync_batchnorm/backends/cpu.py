@@ -1,18 +1,18 @@
 """Batch normalization on the CPU.
 
-NOTE [fast and exact statistics]: One operator of torch computes the statistics of an input in one pass. Its variance is
-accurate to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and meaningless once the mean is 1e4 standard deviations. So
-each replica checks whether its fast statistics are precise:
+NOTE [fast and exact statistics]: One operator of torch computes the statistics of an input in a single pass. Its
+variance is accurate to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and meaningless once the mean is 1e4 standard
+deviations. So each replica checks whether its fast statistics are precise enough:
 
     fast_moments --> is_precise? -- yes --> send them
                           |
                           no ----> exact_moments --> send those
 
-The exact statistics are those of the input minus its fast mean. They are accurate to 1e-6 at any ratio, and take two
-more passes over the input.
+The exact statistics are computed after the fast mean was subtracted from the input. They are accurate to 1e-6 for any
+mean and variance, but need two more passes over the input.
 
-If the statistics of all replicas are precise, so are the merged ones: the square of a mean of means is at most the mean
-of their squares, and the merged variance is at least the mean of the variances.
+If the fast statistics of every replica are precise, the merged statistics are precise, too. The reason: the square of
+the merged mean is at most the mean of the squared means, and the merged variance is at least the mean of the variances.
 """
 
 import functools
@@ -38,14 +38,15 @@ from .base import (
 
 __all__: list[str] = []
 
-# The largest `mean^2 / (var + eps)` with fast statistics, measured on random and adversarial inputs: how-it-works.md.
+# The largest ratio `mean^2 / (var + eps)` for which the fast statistics are used. It was measured on random and
+# adversarial inputs; see the page how-it-works.md.
 LARGEST_RATIO = 256.0
 
-# For channels-last inputs the operator sums row by row. It loses fewer digits if the input is viewed as fewer and wider
-# rows, of at most this many elements.
+# The largest width, in elements, of a row in the view of a channels-last input. The operator for statistics adds up
+# such an input row by row, and loses fewer digits if there are fewer and wider rows.
 WIDTH = 2048
 
-UNUSED_MOMENTUM = 0.1  # for operators that take a momentum also without running statistics
+UNUSED_MOMENTUM = 0.1  # a value for operators that require a momentum even without running statistics
 
 _norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _normalize_into = torch.ops.aten.native_batch_norm.out
@@ -57,19 +58,24 @@ AffineArguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def as_batch_norm_arguments(slope: Tensor, offset: Tensor) -> AffineArguments:
     """Return weight, bias, mean and variance, ``(C,)`` each, with which torch's batch norm is ``x * slope + offset``.
 
-    The last item is an empty tensor, for the statistics of a training step, which the operator leaves out.
+    The fifth item is an empty tensor. The batch norm operator requires such a tensor for the statistics of a training
+    step, but leaves the tensor empty here, because it computes no statistics.
     """
     return slope, offset, torch.zeros_like(slope), torch.ones_like(slope), slope.new_empty(0)
 
 
 class Cpu(Backend):
-    """Statistics are merged in float64. All replicas are on one device, so they read the same mean and invstd."""
+    """Batch normalization on the CPU. Statistics are merged in float64.
+
+    All replicas are on the same device, so they share one tensor of means and one of inverse standard deviations.
+    """
 
     merge_dtype = torch.float64
 
     def statistics(self, input: Tensor, eps: float) -> tuple["Moments", Tensor | None]:
         (mean, var), memory = fast_moments(input)
-        # First check each piece by itself: this takes two operators, and is enough for nearly every input.
+        # First check the statistics of each piece of the input. This check takes two operators, and nearly every input
+        # passes it. If a piece fails, merge the pieces, and check the merged statistics.
         if not is_precise(mean, var, eps) and not is_precise(*merge_moments(mean.double(), var, None), eps):
             mean, var = exact_moments(input, mean, memory)
         return (mean, var), memory
@@ -79,13 +85,16 @@ class Cpu(Backend):
         affine: AffineArguments | None = None
         mean, invstd = batch.mean_invstd[batch.master_device]
         for call in calls:
-            if affine is None or batch.parameters_differ:  # Otherwise all replicas share slope and offset.
+            # All replicas use the same slope and offset, unless their weights or biases differ.
+            if affine is None or batch.parameters_differ:
                 weight, bias = call.layer.weight, call.layer.bias
                 slope = (invstd if weight is None else invstd * weight).to(statistics_dtype(call.input.dtype))
-                # From the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
+                # The output is `input * slope + offset`. The offset is computed from the rounded slope, so that
+                # `input * slope` and `mean * slope` cancel to the last digit if the input is equal to the mean.
                 offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
                 affine = as_batch_norm_arguments(slope, offset.to(slope.dtype))
-            # Into given memory: torch then refuses tangents of forward mode, which would otherwise be lost.
+            # Write the output into given memory, because torch then raises an error for an input with a tangent of
+            # forward-mode autograd. Without the error, the tangent would be lost silently.
             output = memory_for_output(call.input) if call.memory is None else call.memory
             outputs.append(apply_affine(call.input, affine, output))
         return outputs
@@ -123,7 +132,8 @@ def _sums(replicas: Sequence[BackwardInput], batch: BatchStatistics, dtype: torc
     for replica in replicas:
         vectors += gradient_sums(replica.grad_output, replica.input, rounded_mean, rounded_invstd)
     sums = torch.stack(vectors).double().view(-1, 2, len(mean))  # (2 * R, C) -> (R, 2, C)
-    # Correct the second sums for the rounding of the mean, which shifts all normalized values.
+    # The rounding of the mean shifts all normalized values of a channel by the same amount. Correct the sums of
+    # `dy * normalized` for this shift.
     sums[:, 1].addcmul_(sums[:, 0], (rounded_mean - mean) * invstd)
     return sums
 
@@ -131,13 +141,15 @@ def _sums(replicas: Sequence[BackwardInput], batch: BatchStatistics, dtype: torc
 def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: torch.dtype) -> AffineArguments:
     """Return the terms that the gradients of all inputs have in common, as a function of the input x.
 
-    It is ``-factor / N * (sum dy + (x - mean) * invstd * sum dy_normalized)``, with the sums of all replicas. If the
-    parameters of replicas differ, dy in `sums` has been multiplied by the weights, and `factor` is invstd.
+    The function is ``-factor / N * (sum dy + (x - mean) * invstd * sum dy_normalized)``, with sums over all replicas.
+    If the parameters of replicas differ, the caller multiplies dy by the weights before it adds up dy, and passes the
+    inverse standard deviation as `factor`.
     """
     mean, invstd = batch.mean_invstd[batch.master_device]
     terms = batch.complete(sums.sum(0)) * factor
     offset, normalized_term = terms.div_(-batch.elements).unbind()
-    # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
+    # The result is `input * slope + offset`. The offset is computed from the rounded slope, so that `input * slope` and
+    # `mean * slope` cancel to the last digit if the input is equal to the mean.
     slope = (normalized_term * invstd).to(dtype)
     offset = torch.addcmul(offset, slope, mean, value=-1).to(dtype)
     return as_batch_norm_arguments(slope, offset)
@@ -146,7 +158,7 @@ def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: t
 def _input_gradient(replica: BackwardInput, common_terms: AffineArguments, factor: Tensor) -> Tensor:
     """Return the gradient of the input of one replica: ``common_terms(x) + factor * dy``."""
     input, dy, dtype = replica.input, replica.grad_output, factor.dtype
-    is_half = input.dtype != dtype  # Even a `to` that does nothing takes time.
+    is_half = input.dtype != dtype  # If this is False, skip calls of `to`: even a call without effect takes time.
     grad_input = apply_affine(input.to(dtype) if is_half else input, common_terms)
     if dy is not None:
         grad_input.addcmul_(dy.to(dtype) if is_half else dy, per_channel(factor, input))
@@ -154,12 +166,14 @@ def _input_gradient(replica: BackwardInput, common_terms: AffineArguments, facto
 
 
 def apply_affine(input: Tensor, affine: AffineArguments, out: Tensor | None = None) -> Tensor:
-    """Compute ``input * slope + offset`` in the dtype and memory format of `input`, in one pass."""
+    """Compute ``input * slope + offset`` in the dtype and memory format of `input`, in one pass over the input."""
     slope, offset, zeros, ones, unused = affine
     if input.dtype == slope.dtype and not input.is_contiguous():
         return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
     options = zeros, ones, False, UNUSED_MOMENTUM, 0.0  # running mean and variance, training, momentum, eps
-    if out is None:  # Batched gradients have no rule for the operator below.
+    if out is None:
+        # Unlike the operator that writes into `out`, this operator works for batched gradients
+        # (`is_grads_batched=True`), too.
         out, _, _ = torch.native_batch_norm(input, slope, offset, *options)
     else:
         _normalize_into(input, slope, offset, *options, out=out, save_mean=unused, save_invstd=unused)
@@ -170,7 +184,10 @@ Moments = tuple[Tensor, Tensor]  # mean and biased variance of K equal pieces, `
 
 
 def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
-    """Compute the fast moments of `input`; return them, and memory for the output or None."""
+    """Compute the mean and variance of `input` by a fast operator, which loses digits if the mean is large.
+
+    Also return memory that the output of the layer may be written into, or None.
+    """
     size, channels = input.shape[:2]
     half = input.dtype in (torch.float16, torch.bfloat16)
     if input.dim() == 2 or not input.is_contiguous():
@@ -179,13 +196,15 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
             rows = input.numel() // channels
             pieces = _number_of_pieces(rows, channels)
             view = channels_last.as_strided((rows // pieces, pieces * channels), (pieces * channels, 1))
-            # Half inputs get float32 statistics only if the running statistics are float32. These are discarded.
+            # For a float16 or bfloat16 input, the operator returns float32 statistics only if it also gets float32
+            # running statistics. Pass such running statistics, and discard them.
             running_mean = torch.zeros(pieces * channels, dtype=torch.float32, device="cpu") if half else None
             running_var = None if running_mean is None else running_mean.clone()
             mean, var = torch.batch_norm_update_stats(view, running_mean, running_var, UNUSED_MOMENTUM)
             return (mean.view(pieces, channels), var.view(pieces, channels)), None
         input = input.contiguous()
-    # Each channel of each sample is a group. Half inputs get float32 statistics only if the weight is float32.
+    # Treat each channel of each sample as a group of its own. For a float16 or bfloat16 input, the operator returns
+    # float32 statistics only if the weight is float32, so pass a weight of ones.
     length = input.numel() // (size * channels)
     weight = torch.ones(channels, dtype=torch.float32, device="cpu") if half else None
     memory, mean, invstd = torch.native_group_norm(input, weight, None, size, channels, length, channels, 0.0)
@@ -194,7 +213,11 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
 
 @functools.lru_cache(maxsize=1024)
 def _number_of_pieces(rows: int, channels: int) -> int:
-    """Return into how many equal pieces to cut `rows` of `channels`: as many as fit side by side into `WIDTH`."""
+    """Return the number of equal pieces into which to cut the rows of an input, each of `channels` elements.
+
+    It is the largest number for which all pieces have equally many rows, and one row of each piece, side by side, fit
+    into `WIDTH` elements.
+    """
     return next((pieces for pieces in range(min(rows, WIDTH // channels), 1, -1) if rows % pieces == 0), 1)
 
 
@@ -207,15 +230,19 @@ def is_precise(mean: Tensor, var: Tensor, eps: float) -> bool:
 
 
 def exact_moments(input: Tensor, fast_mean: Tensor, memory: Tensor | None) -> Moments:
-    """Compute the exact moments of `input`, from its fast means; `memory` for the output is overwritten."""
-    # A mean that is not finite is not subtracted, since it would make finite values non-finite.
+    """Compute the mean and variance of `input` precisely: first subtract `fast_mean`, its approximate mean.
+
+    `memory` is the memory for the output of the layer, or None. The result of the subtraction may be written into it.
+    """
+    # Do not subtract a mean that is infinite or NaN, because it would turn finite values into infinite values or NaN.
     shift = torch.nan_to_num(fast_mean.mean(0), 0.0, 0.0, 0.0)
     out = memory if memory is not None and memory.dtype == shift.dtype else None
     (mean, var), _ = fast_moments(torch.sub(input, per_channel(shift, input), out=out))
     mean = mean.double() + shift
     overflown = ~(mean.isfinite() & var.isfinite()).all(0)
     if bool(overflown.any()):
-        # As in torch: the mean is Inf if a value is; if only the squares overflow, only the variance is Inf.
+        # Return the same results as torch. An infinite value makes the mean infinite. If only the squares of the values
+        # overflow, only the variance is infinite.
         values = input[:, overflown].double()
         dims, count = reduced_dims(values), values.numel() // values.shape[1]
         mean[:, overflown] = values.sum(dims) / count
@@ -225,11 +252,11 @@ def exact_moments(input: Tensor, fast_mean: Tensor, memory: Tensor | None) -> Mo
 
 
 def gradient_sums(grad_output: Tensor | None, input: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``sum dy`` and ``sum dy * (x - mean) * invstd`` over the elements of one replica."""
+    """Compute ``sum dy`` and ``sum dy * (x - mean) * invstd`` over the input x of one replica."""
     if grad_output is None or input.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
     if grad_output.stride() != input.stride():
-        # The operator makes wrong sums if formats differ in the strides of dimensions of size one (torch 2.13.0).
+        # The operator returns wrong sums if the two tensors differ in the strides of size-1 dimensions (torch 2.13.0).
         memory_format = format_of(input)
         grad_output = grad_output.contiguous(memory_format=memory_format)
         if input.is_contiguous(memory_format=memory_format):

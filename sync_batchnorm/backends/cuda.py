@@ -1,7 +1,8 @@
 """Batch normalization on CUDA, with the operators that `torch.nn.SyncBatchNorm` uses.
 
-The host, which launches the kernels, determines the time of a step. So this file saves operators and launches, not
-arithmetic. NOTE [tried on CUDA], at the end, lists changes without a gain.
+The time of a training step depends on the host, which launches the kernels, rather than on the kernels themselves. So
+this file saves operators and kernel launches, not arithmetic. NOTE [tried on CUDA], at the end of the file, lists
+changes without a gain.
 """
 
 from collections.abc import Sequence
@@ -27,14 +28,18 @@ __all__: list[str] = []
 
 
 class Cuda(Backend):
-    """The statistics of a replica are its mean and ``1 / sqrt(var + eps)``, of a single piece: ``(C,)`` each."""
+    """Batch normalization on CUDA.
+
+    The statistics of one replica's input are two vectors ``(C,)``: the mean, and ``1 / sqrt(var + eps)`` in place of
+    the variance. The input is not cut into pieces.
+    """
 
     def statistics(self, input: Tensor, eps: float) -> tuple[Pair, Tensor | None]:
         return torch.batch_norm_stats(input, eps), None
 
     def empty_statistics(self, input: Tensor) -> Pair:
         zeros, _ = super().empty_statistics(input)
-        return zeros, torch.ones_like(zeros)  # The kernel that merges divides by these.
+        return zeros, torch.ones_like(zeros)  # The kernel that merges statistics divides by the second vector.
 
     def merge(
         self,
@@ -44,18 +49,24 @@ class Cuda(Backend):
         layer: LayerArguments,
         workspace: Workspace,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Merge, and update the running statistics, with one operator; with more if it cannot update them."""
+        """Merge the statistics, and update the running statistics, by a single operator.
+
+        The operator cannot update the running statistics in all cases, for example not with ``momentum=None``. In these
+        cases, further operators update the running statistics.
+        """
         if isinstance(total, int) and total == 0:
             return super().merge(statistics, counts, total, layer, workspace)
-        if isinstance(counts, Tensor):  # The kernel divides by the count of the first process, which may be zero.
+        if isinstance(counts, Tensor):
+            # The kernel divides by the number of elements of the first process. Replace a zero by a tiny number.
             (means, invstds), count_vector = statistics[0], counts.clamp(min=1e-30)
         else:
             rows = workspace.stack([pair for pair, count in zip(statistics, counts, strict=True) if count])
             count_vector = _count_vector(rows.device, tuple(filter(None, counts)), rows.dtype)
-            means, invstds = workspace.halves  # (K, C) each, of all replicas with elements
+            means, invstds = workspace.halves  # the vectors of all replicas with nonempty inputs, ``(K, C)`` each
         running, momentum, buffers = layer.running, 0.0, (None, None)
         if running is not None and running.momentum is not None and getattr(running.mean, "dtype", 0) == means.dtype:
-            # The operator updates them. Like `update`, it leaves their version counters as they are.
+            # The merge operator updates the running mean and variance. It leaves their version counters as they are,
+            # and so does `RunningStatistics.update`.
             if running.num_batches_tracked is not None:
                 running.num_batches_tracked.add_(1)
             momentum, buffers, running = running.momentum, (running.mean, running.var), None
@@ -78,7 +89,9 @@ class Cuda(Backend):
             mean, invstd = batch.mean_invstd[input.device]
             if not input.numel():
                 output = memory_for_output(input)
-            elif input.is_contiguous() and 1 not in input.shape:  # Then the operator allocates in the right format.
+            elif input.is_contiguous() and 1 not in input.shape:
+                # For a contiguous input without size-1 dimensions, the operator itself allocates the output in the
+                # right memory format.
                 output = torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)
             else:
                 output = memory_for_output(input)
@@ -114,9 +127,10 @@ class Cuda(Backend):
 
 
 def _sums(replica: BackwardInput, grad_output: Tensor, batch: BatchStatistics) -> tuple[Pair, Tensor | None, Tensor]:
-    """Compute the two sums of one replica, and the gradients of its weight and bias.
+    """Compute two sums over the input of one replica for the backward pass, and the gradients of its weight and bias.
 
-    The sums are ``sum dy`` and ``sum dy * (x - mean)``. If the parameters of replicas differ, dy includes the weight.
+    The sums are ``sum dy`` and ``sum dy * (x - mean)``, where dy is the gradient of the output. If the parameters of
+    replicas differ, dy is the gradient of the output times the weight.
     """
     mean, invstd = batch.mean_invstd[replica.input.device]
     weight = replica.weight
@@ -129,7 +143,10 @@ def _sums(replica: BackwardInput, grad_output: Tensor, batch: BatchStatistics) -
 
 
 def _input_gradient(replica: BackwardInput, totals: Pair, count: int, batch: BatchStatistics) -> Tensor | None:
-    """Return the gradient of the input of one replica, from the sums over all replicas, to be divided by `count`."""
+    """Return the gradient of one replica's input, or None if the backward pass does not need it.
+
+    `totals` are the two sums of the backward pass over all replicas. Divided by `count`, they are means.
+    """
     input, grad_output, weight = replica.input, replica.grad_output, replica.weight
     if not replica.wants_input:
         return None
@@ -139,12 +156,15 @@ def _input_gradient(replica: BackwardInput, totals: Pair, count: int, batch: Bat
         grad_output = torch.zeros_like(input)
     elif batch.parameters_differ and weight is not None:
         grad_output = (grad_output * per_channel(weight, input)).to(input.dtype)
-    if not input.is_contiguous():  # Otherwise the gradient of a channels_last input would be contiguous.
+    if not input.is_contiguous():
+        # Convert `grad_output` to the memory format of the input. Without this conversion, the gradient of a
+        # channels_last input would be contiguous.
         grad_output = grad_output.contiguous(memory_format=format_of(input))
     mean, invstd = batch.mean_invstd[input.device]
     if batch.parameters_differ:
         weight = None
-    elif weight is not None and weight.dtype != mean.dtype:  # Contiguous inputs need one dtype.
+    elif weight is not None and weight.dtype != mean.dtype:
+        # For a contiguous input, the operator requires the same dtype for weight and mean.
         weight = weight.to(mean.dtype)
     count_vector = _count_vector(input.device, (count,), torch.int32)
     return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, totals[0], totals[1], count_vector)
@@ -154,16 +174,17 @@ _count_vectors: dict[tuple[torch.Stream, tuple[int, ...], torch.dtype], Tensor] 
 
 
 def _count_vector(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return `counts` as a vector on `device`, for use on its current stream only."""
+    """Return `counts` as a vector on `device`. The vector must be used only on the present current stream."""
     stream = torch.accelerator.current_stream(device.index)
     vector = _count_vectors.get((stream, counts, dtype))
     if vector is None:
-        # Kernels fill it: the host would have to wait for the copy of a list to the device.
+        # Let kernels fill the vector. If a list were copied to the device, the host would have to wait for the copy.
         with torch.inference_mode(False):
             vector = torch.cat([torch.full((1,), count, dtype=dtype, device=device) for count in counts])
         if len(_count_vectors) >= 1024:
             _count_vectors.clear()
-        # A CUDA graph fills its tensors only when it is replayed, and `FakeTensorMode` never does.
+        # Keep the vector for later calls, but only if it is filled at once. During the capture of a CUDA graph, a
+        # vector is filled only when the graph is replayed. In `FakeTensorMode`, a vector is never filled.
         if type(vector) is Tensor and not torch.cuda.is_current_stream_capturing():
             _count_vectors[stream, counts, dtype] = vector
     return vector

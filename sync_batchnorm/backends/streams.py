@@ -1,15 +1,15 @@
-"""Streams of CUDA: synchronized layers run on the default streams of their devices.
+"""CUDA streams: a synchronized layer runs on the default streams of its devices.
 
-NOTE [streams]: The obvious way is to let each replica compute on its current stream. Then every tensor of an exchange
-would have to know which stream made it and which streams read it. Instead, a replica that uses another stream enters
-the default stream for the call of a layer:
+NOTE [streams]: The obvious way is to let each replica compute on its current stream. Then the code would have to track,
+for every tensor of an exchange, the stream that wrote it and the streams that read it. Instead, a replica on another
+stream enters the default stream for the call of a layer:
 
     stream of the replica   --- conv ---+                       +--- relu ---
                                    wait |                       | wait
     default stream                      +--- batch norm --------+
 
-So the tensors of an exchange belong to a device, and no other file has to know of streams. The only replica of a
-process stays on its current stream, so that CUDA graphs can capture the layer.
+Therefore all tensors of an exchange belong to default streams, and other files need no code for streams. If a process
+runs a single replica, this replica stays on its current stream, so that a CUDA graph can capture the layer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,20 +25,24 @@ T = TypeVar("T")
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the current stream of this thread on `device`; None if the device has no streams."""
+    """Return the current stream of this thread on `device`, or None if the device is not a GPU."""
     return torch.accelerator.current_stream(device.index) if device.type == "cuda" else None
 
 
 def uses_default_streams(device: torch.device, other: torch.device | None) -> bool:
-    """Return whether this thread uses the default stream of a GPU, and of another GPU if there is one."""
+    """Return whether this thread's current streams on the GPUs `device` and `other` are their default streams.
+
+    `other` may also be None, or the same GPU.
+    """
     return not any([torch.accelerator.current_stream(gpu.index).stream_id for gpu in {device, other or device}])
 
 
 def on_default_streams(
     devices: Iterable[torch.device], inputs: Iterable[Tensor | None], function: Callable[..., T], *args: Any
 ) -> T:
-    """Run `function(*args)` on the default streams of distinct `devices`, in order with the current streams.
+    """Run `function(*args)` on the default streams of distinct `devices`, and return the result.
 
+    The function's kernels run after earlier kernels on this thread's current streams, and before later kernels there.
     `inputs` are the tensors that the function reads.
     """
     streams = _default_streams_to_enter(devices)
@@ -46,7 +50,10 @@ def on_default_streams(
 
 
 def on_streams(streams: Sequence[Any], inputs: Iterable[Tensor | None], function: Callable[..., T], *args: Any) -> T:
-    """Run `function(*args)`, which reads `inputs`, on `streams`, in order with the current streams."""
+    """Run `function(*args)` on other streams, and return the result. `inputs` are the tensors that the function reads.
+
+    The function's kernels run after earlier kernels on this thread's current streams, and before later kernels there.
+    """
     with _enter_streams(streams):
         _record_on_current_streams(inputs)
         result = function(*args)
@@ -55,7 +62,7 @@ def on_streams(streams: Sequence[Any], inputs: Iterable[Tensor | None], function
 
 
 def _default_streams_to_enter(devices: Iterable[torch.device]) -> list[Any]:
-    """Return the default streams of the devices on which this thread uses another stream."""
+    """Return the default streams of those GPUs on which this thread uses another stream at present."""
     streams = [torch.accelerator.current_stream(device.index) for device in devices if device.type == "cuda"]
     return [torch.cuda.default_stream(stream.device) for stream in streams if stream.stream_id]
 
@@ -68,7 +75,7 @@ def _enter_streams(streams: Sequence[Any]) -> Iterator[None]:
         for stream, outer in zip(streams, outer_streams, strict=True):
             stream.wait_stream(outer)
             torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(device)  # `set_stream` has changed it.
+        torch.accelerator.set_device_index(device)  # `set_stream` also changed the current device.
         yield
     finally:
         for stream, outer in zip(streams, outer_streams, strict=True):
@@ -78,22 +85,23 @@ def _enter_streams(streams: Sequence[Any]) -> Iterator[None]:
 
 
 def _record_on_current_streams(values: Iterable[Any]) -> None:
-    """Tell the allocator that the current streams use these tensors. Values that are no tensors are skipped."""
+    """Tell the memory allocator that the current streams use these tensors. Skip values that are not tensors."""
     for value in values:
         if isinstance(value, Tensor) and value.is_cuda:
-            try:  # `suppress` takes as long as the rest.
+            try:  # `contextlib.suppress` would take as long as all other lines of this function.
                 value.record_stream(torch.accelerator.current_stream(value.device.index))
-            except RuntimeError:  # of batched gradients, which have no memory of their own
+            except RuntimeError:  # `record_stream` fails for batched gradients: they have no memory of their own.
                 continue
 
 
 def in_order_with_engine(
     devices: Sequence[torch.device], grads: Iterable[Tensor | None], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Run `function(*args)`, the backward pass of a node with tensors on several `devices`, in order with the engine.
+    """Run `function(*args)`, the backward pass of an autograd node with tensors on several devices.
 
-    The engine knows a single stream for a node: the stream of its first output, on the first device. It assumes that
-    incoming and returned gradients are ready on that stream.
+    The autograd engine knows a single stream for a node: the stream of the node's first output, on the first device. It
+    assumes that incoming and returned gradients are ready on that stream. So the streams of all other devices wait for
+    this stream before the function runs, and this stream waits for them afterwards.
     """
     if devices[0].type != "cuda":
         return function(*args)

@@ -1,12 +1,13 @@
-"""Memory for the vectors of one exchange between replicas on several GPUs.
+"""Reusable memory for the vectors that replicas on several GPUs exchange in a call of a layer.
 
-NOTE [workspaces]: The obvious way is to allocate the vectors in each exchange. But the time of a step is the number of
-operators, and each vector needs a few of them: an allocation, views, a copy to each device. So replicas on several GPUs
-use the same memory again, with all its views.
+NOTE [workspaces]: The obvious way is to allocate new vectors in each exchange. But the time of a training step depends
+on the number of operators, and each vector costs several operators: an allocation, views, and a copy to each device. So
+replicas on several GPUs use the vectors of earlier exchanges again, together with the views of these vectors.
 
-A workspace may be overwritten while earlier kernels still read it: all its kernels run on the default streams, in
-launch order (NOTE [streams]). So it is free as soon as nobody can launch another kernel that reads it. A `Lease` tells
-when that is. Every owner of vectors in a workspace refers to its lease:
+A workspace is a set of such vectors. It may be overwritten while earlier kernels still read it, because all its kernels
+run on the default streams, in launch order (NOTE [streams]). So it is free as soon as nobody can launch another kernel
+that reads it. A `Lease` marks this time: the workspace is free once no references to its lease are left. Every owner of
+vectors in a workspace refers to the lease:
 
     the pair that `move_pair` returns   ---+
     a running backward pass             ---+---> Lease ---> Workspace
@@ -14,10 +15,11 @@ when that is. Every owner of vectors in a workspace refers to its lease:
     and in checkpoints                             | weak reference
                                              WorkspacePool
 
-When the last reference to the lease ends, the weak reference calls `list.append`, and the next exchange looks into that
-list. A finalizer in Python would not do: Ctrl-C or an alarm in it would be lost.
+The pool holds a weak reference to each lease, with `list.append` as its callback. When a lease is deleted, the callback
+adds the weak reference to a list, and the next exchange looks for free workspaces in this list. A finalizer written in
+Python is no alternative: an exception from Ctrl-C or an alarm in a finalizer would be lost.
 
-Where this fails, numbers are wrong: `tests/backends/test_workspaces.py`.
+A mistake in this file makes wrong numbers, without an error: see `tests/backends/test_workspaces.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,18 +34,21 @@ from ..torch_private import foreach_copy
 __all__: list[str] = []
 
 
-Pair = Sequence[Tensor]  # two tensors of one shape, such as mean and invstd
+Pair = Sequence[Tensor]  # two tensors of the same shape, such as mean and inverse standard deviation
 
 
 class WorkspacePool:
-    """The workspaces of one kind: at most 1024, more than any net needs. Workspaces whose lease has ended are free."""
+    """Workspaces (reusable memory) for vectors of the same devices, shape and dtype: at most 1024, enough for any net.
+
+    A workspace is free once the latest lease on it has ended.
+    """
 
     def __init__(self) -> None:
-        self.workspaces: dict[ref[Lease], Workspace] = {}  # by the latest lease of each
+        self.workspaces: dict[ref[Lease], Workspace] = {}  # the latest lease on a workspace -> the workspace
         self._ended: list[ref[Lease]] = []
 
     def take(self, lease: "Lease") -> "Workspace":
-        """Return a free workspace, or a new one. It is not free again before `lease` ends."""
+        """Return a free workspace, or a new one if none is free. The workspace stays in use until `lease` ends."""
         try:
             workspace = self.workspaces.pop(self._ended.pop())
         except IndexError:
@@ -54,25 +59,29 @@ class WorkspacePool:
 
 
 class WorkspacePools(dict[Any, WorkspacePool]):
-    """The pools of one owner, by devices, shape, dtype and inference mode of the vectors."""
+    """The workspace pools of one owner, such as a wrapper: one for each kind (devices, shape, dtype) of vectors."""
 
 
-_pools: WeakKeyDictionary[Any, WorkspacePools] = WeakKeyDictionary()  # by owner, and as long as it is alive
+# The workspace pools of each owner, such as a wrapper, for as long as the owner is alive.
+_pools: WeakKeyDictionary[Any, WorkspacePools] = WeakKeyDictionary()
 
 
 def pools_of(owner: Any) -> ref[WorkspacePools]:
-    """Return the pools of an object, such as a wrapper, whose forward passes share workspaces."""
+    """Return a weak reference to the workspace pools of an owner, such as a wrapper. The first call makes the pools."""
     return ref(_pools.get(owner) or _pools.setdefault(owner, WorkspacePools()))
 
 
 class Workspace:
-    """Buffers of one exchange: allocated on first use, overwritten afterwards."""
+    """Memory for the vectors of an exchange between replicas: allocated on first use, overwritten afterwards."""
 
-    rows: Tensor | None = None  # a pair of vectors of each replica, (R, 2 * C), on the first device
-    flat: Tensor | None = None  # the pair to broadcast, (2 * C,), on the first device
+    rows: Tensor | None = None  # one row for each replica, with its pair of vectors: (R, 2 * C), on the first device
+    flat: Tensor | None = None  # the pair of vectors to copy to the other devices: (2 * C,), on the first device
 
     def stack(self, pairs: Sequence[Pair]) -> Tensor:
-        """Fill `rows` with these pairs; set `halves` to their first and their second vectors, ``(R, C)`` each."""
+        """Copy these pairs of vectors into `rows`, one pair into each row, and return `rows`.
+
+        Set `halves` to two views of `rows`: the first vectors of all pairs, and their second vectors, ``(R, C)`` each.
+        """
         vectors = [vector for pair in pairs for vector in pair]
         if self.rows is None or len(self.rows) != len(pairs):
             self._flat_rows = torch.cat(vectors)
@@ -83,9 +92,10 @@ class Workspace:
         return self.rows
 
     def broadcast(self, flat: Tensor, devices: Sequence[torch.device]) -> Mapping[torch.device, Pair]:
-        """Copy the pair in `flat`, which is on the first of `devices`, to the others.
+        """Copy a pair of vectors to several devices, and return the pair on each device.
 
-        The first call keeps `flat` as `self.flat`. Later calls expect their pair in that memory.
+        `flat` is a tensor on the first device that contains both vectors. The first call keeps `flat` as `self.flat`.
+        Later calls must pass the same tensor, filled with new vectors.
         """
         if self.flat is None:
             self._copies = [flat.to(device, non_blocking=True) for device in devices[1:]]
@@ -99,35 +109,39 @@ class Workspace:
 
 
 class Lease:
-    """The right to use a workspace on some devices, for vectors like `vector`. It ends with this object.
+    """The right to use a workspace (memory for vectors) until this object is deleted.
 
-    The workspace comes from `pools` and returns to them. If `pools` is None, nobody uses it again.
+    `devices` are the devices of the workspace, and `vector` is an example of the vectors in it. The workspace comes
+    from `pools`, and returns to `pools` when the lease ends. If `pools` is None, the workspace is new, and nobody uses
+    it again.
     """
 
     __slots__ = ("__weakref__", "pools", "workspace")
 
     def __init__(self, pools: ref[WorkspacePools] | None, devices: tuple[torch.device, ...], vector: Tensor) -> None:
         self.pools, pool = pools, None
-        # On one device, not all kernels of a call run on default streams.
+        # Use memory again only for several GPUs. On one device, some kernels of a call do not run on the default
+        # stream.
         by_kind = None if pools is None or len(devices) == 1 or devices[0].type != "cuda" else pools()
         try:
             if by_kind is not None and vector.data_ptr():
-                # Tensors of inference mode cannot be overwritten outside of it.
+                # A tensor that was made in inference mode cannot be overwritten outside of it, so inference mode uses
+                # other pools.
                 kind = devices, vector.shape, vector.dtype, torch.is_inference_mode_enabled()
                 pool = by_kind.get(kind) or by_kind.setdefault(kind, WorkspacePool())
         except RuntimeError:
-            pass  # Batched gradients have no memory, and cannot be copied into a buffer.
+            pass  # Batched gradients raise an error here: they have no memory, and cannot be copied into a workspace.
         self.workspace = Workspace() if pool is None else pool.take(self)
 
 
 class LeasedPair(tuple[Tensor, ...]):
-    """A pair in a workspace. It holds the lease."""
+    """A pair of tensors in a workspace. It holds the lease, so the workspace stays in use while the pair is alive."""
 
     lease: Lease
 
 
 def move_pair(pair: Pair, device: torch.device, pools: ref[WorkspacePools] | None = None) -> Pair:
-    """Move a pair to `device`, with a single copy for both vectors. A pair that is there already stays as it is."""
+    """Move a pair of vectors to `device`, by a single copy. If the pair is already on `device`, return it unchanged."""
     devices = pair[0].device, device
     if devices[0] == device:
         return pair

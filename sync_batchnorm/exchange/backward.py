@@ -1,39 +1,43 @@
 """The backward pass of one call of a layer: a single autograd node for all replicas.
 
-The obvious way is one node for each replica: each waits for the sums of the others. It would deadlock, because the
-engine runs all nodes of a device in one thread. With a single node, the engine waits: it runs the node once it has the
-gradients of all outputs. The node computes the two sums of each replica, adds them up, and computes the gradients of
-all inputs:
+The obvious way is an autograd node for each replica. Each node would wait, in its backward pass, for the sums of the
+other replicas. This deadlocks, because the autograd engine runs all nodes of a device in one thread. With a single node
+for all replicas, no thread has to wait: the engine runs the node once the gradients of all outputs are ready. The node
+computes two sums for each replica, adds up the sums of all replicas, and computes the gradients of all inputs:
 
     grad_output of replica 0 ---> sums 0 ---+           +---> grad_input of replica 0
                                             |--> total --|
     grad_output of replica 1 ---> sums 1 ---+           +---> grad_input of replica 1
 
-It reads input and weight of each replica from the replica's `Saved`. The master makes everything else, on every
-device, before it answers, because a replica may start a backward pass before the others have woken up.
+The node reads the input and the weight of each replica from a `Saved` object of this replica. Replica 0 prepares
+everything else for the backward pass before it answers the other replicas. It must do so on every device, because one
+replica may start a backward pass while the threads of the others are still asleep.
 
-NOTE [who saves]: The obvious way to save input and weight for the backward pass is `ctx.save_for_backward` in the
-node of the call. It fails twice. The saved-tensor hooks of every replica would run in the thread of replica 0. And
-where replicas take gradients in their forward pass, two threads may free the tensors of one node at the same time,
-and torch 2.13 then frees them twice. So each replica saves its own tensors, in its own thread:
+NOTE [who saves]: The obvious way to save input and weight for the backward pass is `ctx.save_for_backward` in the node
+of the call. This fails in two ways. First, the saved-tensor hooks of every replica would run in the thread of replica
+0. Second, if replicas take gradients in their forward pass, two threads may free the tensors of one node at the same
+time, and torch 2.13 then frees them twice. So each replica saves its own tensors, in its own thread:
 
     thread of replica 0      Saved 0  <---+
                                           +---- node of the call
     thread of replica 1      Saved 1  <---+
 
-The node unpacks them in the backward pass, and then drops their inputs unless `retain_graph` is set.
+In the backward pass, the node of the call reads the tensors of all replicas from the `Saved` objects of the replicas.
+Afterwards the node drops the saved inputs, unless the backward pass retains the graph.
 
-NOTE [gradients of gradients]: With `create_graph`, `Backend.gradients` computes the statistics again from the saved
-inputs, in operators that autograd records. So a second backward pass does not need this node.
+NOTE [gradients of gradients]: With `create_graph=True`, autograd must be able to differentiate the backward pass
+itself. So `Backend.gradients` computes the batch statistics again from the saved inputs, in operators that autograd
+records. A second backward pass differentiates these operators.
 
 NOTE [who unpacks]: The engine runs the node of all replicas in the thread of the first device. If this thread unpacked
 tensors of an activation checkpoint on another device, the nodes of that device could recompute the same checkpoint in
-their own thread at the same time, and torch would raise an error. So with saved-tensor hooks on several devices, one
-more node for each replica, on its device, unpacks first:
+their own thread at the same time, and torch would raise an error. So with saved-tensor hooks on several devices, each
+replica gets another node, `_Unpack`, on its own device. It unpacks the tensors first:
 
-    outputs --> join --> one `_Unpack` for each replica --> node of all replicas --> inputs
+    order of the backward pass: outputs --> join --> one `_Unpack` for each replica --> node of all replicas --> inputs
 
-The join makes the engine run all of them, also for replicas whose output is not in the loss.
+The join is an autograd node on the outputs of all replicas. If the output of any replica is in the loss, the engine
+runs the join, and therefore also the `_Unpack` nodes of all replicas.
 """
 
 from collections.abc import Sequence
@@ -58,10 +62,11 @@ FREED = (
 
 
 class Saved:
-    """Input and weight of one replica, saved for the backward pass.
+    """The input and the weight of one replica, saved for the backward pass of a batch norm.
 
-    This object keeps them itself: that takes less time than a node. With saved-tensor hooks, `pack` gives them to an
-    autograd node, because the hooks may belong to an activation checkpoint.
+    Without saved-tensor hooks, this object holds the two tensors itself, because this takes less time than an autograd
+    node. With saved-tensor hooks, such as those of an activation checkpoint, `pack` moves the tensors into an autograd
+    node, and thereby calls the hooks.
     """
 
     __slots__ = (
@@ -72,42 +77,49 @@ class Saved:
     def __init__(self, input: Tensor, layer: LayerArguments, has_hooks: bool) -> None:
         weight, bias = layer.weight, layer.bias
         self.device, self.has_hooks, self.needs_input = input.device, has_hooks, input.requires_grad
-        self.input_node = input.grad_fn  # None for an input that needs no gradient
+        # The autograd node that computed the input; None if the input requires no gradient.
+        self.input_node = input.grad_fn
         self.needs_gradient = (
             self.needs_input
             or (weight is not None and weight.requires_grad)
             or (bias is not None and bias.requires_grad)
         )
-        self.kept: Any = input  # with hooks, the output of the node that owns the tensors; None once it is dropped
-        # The weight is never dropped, since it is only a vector. If both were dropped, a thread could read the input
-        # before another thread drops them, and the weight afterwards.
+        # The saved input. With saved-tensor hooks, `pack` replaces the input by the output of an autograd node that
+        # owns the saved tensors. A backward pass that does not retain the graph sets this attribute to None.
+        self.kept: Any = input
+        # No backward pass drops the weight, which is a small vector. If input and weight were both dropped, a thread
+        # could read the input, and another thread could drop the weight before the first thread reads the weight.
         self._weight = weight
         self._input_version, self._weight_version = input._version, 0 if weight is None else weight._version
         if has_hooks:
             self.stream = current_stream(input.device)
-            self.unpacked: dict[int, InputAndWeight] = {}  # by the number of the backward pass that will read it
+            # Number of a backward pass -> the input and the weight, already unpacked for this backward pass.
+            self.unpacked: dict[int, InputAndWeight] = {}
 
     def pack(self) -> None:
-        """Give the tensors to the saved-tensor hooks of this thread.
+        """Give the saved input and weight to the saved-tensor hooks that are set in this thread.
 
-        A checkpoint ends its recomputation by an exception in these hooks. As in torch, hooks see nothing of a layer
-        that needs no gradient.
+        The hooks of a checkpoint may raise an exception, to end a recomputation early. As in torch, the hooks do not
+        get the tensors of a layer if its input, weight and bias require no gradient.
         """
         if self.needs_gradient:
             with torch.enable_grad():
                 self.kept = _save(graph_source(), (self.kept, self._weight))
-            self._weight = None  # The hooks decide whether it is kept.
+            self._weight = None  # From now on, the saved-tensor hooks decide whether the weight stays in memory.
 
     def read(self, grad_output: Tensor | None) -> BackwardInput | None:
-        """Return the input of this replica's backward pass, or None if the running backward pass does not need it."""
+        """Return the input of this replica's backward pass, or None if the running backward pass does not need it.
+
+        `grad_output` is the gradient of this replica's output, or None if the output is not in the loss.
+        """
         wants_input = self.needs_input and will_execute(self.input_node)
-        # Gradients of gradients need the inputs of all replicas.
+        # For gradients of gradients, the backward pass reads the inputs of all replicas.
         if grad_output is None and not wants_input and not torch.is_grad_enabled():
             return None
         return BackwardInput(grad_output, *self._unpack(), wants_input)
 
     def _unpack(self) -> InputAndWeight:
-        """Return input and weight. Raise an error if they were dropped or have changed in place."""
+        """Return the saved input and weight. Raise an error if they were dropped, or were changed in place."""
         if self.has_hooks and (unpacked := self.unpacked.pop(graph_task_id(), None)):
             return unpacked
         kept = self.kept
@@ -116,7 +128,8 @@ class Saved:
         if self.has_hooks and self.needs_gradient:
             if self.stream == current_stream(self.device):
                 return kept.grad_fn.saved_tensors  # type: ignore[no-any-return]
-            # To unpack, hooks may compute. A checkpoint has computed on this stream, and other layers use the results.
+            # To unpack the tensors, the hooks of a checkpoint recompute its forward pass. Run the hooks on the stream
+            # of the forward pass, because other layers use the recomputed tensors on that stream.
             return on_streams([self.stream], (), lambda: kept.grad_fn.saved_tensors)  # type: ignore[no-any-return]
         weight = self._weight
         if kept._version != self._input_version:
@@ -134,7 +147,7 @@ def _changed_error(tensor: Tensor, version: int) -> RuntimeError:
 
 
 class _Save(torch.autograd.Function):
-    """A node that owns saved tensors for as long as its output is alive. It never runs in a backward pass."""
+    """An autograd node that owns saved tensors for as long as its output is alive. No backward pass ever runs it."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, tensors: InputAndWeight) -> Tensor:
@@ -146,15 +159,22 @@ _save = fast_apply(_Save)
 
 
 def graph_source() -> Tensor:
-    """Return a new tensor that requires a gradient. A function of it is in the graph, whatever its other arguments."""
-    # A new one for each use: in anomaly mode, two threads that use a leaf for the first time deadlock (torch 2.13).
+    """Return a new tensor that requires a gradient. It serves as an extra argument of autograd functions.
+
+    If this tensor is an argument of an autograd function, the outputs of the function are in the graph, even if no
+    other argument requires a gradient.
+    """
+    # Each use gets a new tensor: in anomaly mode, two threads that use a leaf for the first time deadlock (torch 2.13).
     return torch.empty(0, device="cpu", requires_grad=True)
 
 
 def connect_to_graph(
     messages: Sequence[tuple[ReplicaCall, Saved | None]], outputs: Sequence[Tensor], batch: BatchStatistics
 ) -> Sequence[Tensor]:
-    """Make one node that connects the outputs to all inputs, weights and biases, if one of these needs a gradient."""
+    """Connect the outputs of all replicas to their inputs, weights and biases, by a single autograd node.
+
+    If no input, weight or bias requires a gradient, return the outputs as they are.
+    """
     recorded = [(call, saved, output) for (call, saved), output in zip(messages, outputs, strict=True) if saved]
     if not any([saved.needs_gradient for _, saved, _ in recorded]):
         return outputs
@@ -169,7 +189,7 @@ def connect_to_graph(
             pairs = zip(all_saved, in_graph, strict=True)
             in_graph = _unpack(None, *[_unpack(saved, output)[0] for saved, output in pairs])
     finally:
-        set_grad_enabled(False)  # as in every exchange
+        set_grad_enabled(False)  # Every exchange runs without recording.
     if len(recorded) == len(outputs):
         return in_graph  # type: ignore[no-any-return]
     rest = iter(in_graph)
@@ -181,27 +201,32 @@ class _SyncBatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, batch: BatchStatistics, saved: Sequence[Saved], outputs: Sequence[Tensor], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return `outputs`, one for each replica, as functions of `tensors`: its input, weight and bias, for each."""
+        """Return the outputs of all replicas, as functions of the replicas' inputs, weights and biases.
+
+        `tensors` are the input, weight and bias of the first replica, then of the second replica, and so on.
+        """
         ctx.set_materialize_grads(False)
         ctx.batch, ctx.saved = batch, saved
         return tuple(outputs)
 
     @staticmethod
-    @uncompiled  # by compiled autograd
+    @uncompiled  # Compiled autograd must not trace it.
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         batch, saved = ctx.batch, ctx.saved
-        # Other processes may have gradients although this one has none, and wait for it.
+        # If there are other processes, continue even if this process got no gradients: the other processes may have
+        # gradients, and would wait for the sums of this process.
         if batch.reduce is None and not any([grad_output is not None for grad_output in grad_outputs]):
             return (None,) * len(ctx.needs_input_grad)
-        # All devices of the call, also of replicas that recorded no graph. The device of the node's first output comes
-        # first, see `in_order_with_engine`.
+        # All devices of the call, including those of replicas that recorded no graph. The device of the node's first
+        # output must come first, see `in_order_with_engine`.
         devices = list(dict.fromkeys([saved[0].device, *batch.mean_invstd]))
         with torch.DisableTorchFunctionSubclass():
             if len(devices) == 1:
                 gradients = _gradients(batch, saved, grad_outputs)
             else:
                 gradients = in_order_with_engine(devices, grad_outputs, _gradients, batch, saved, grad_outputs)
-        results = [None, None, None, *gradients]  # The first three arguments of `forward` are no tensors.
+        # The first three arguments of `forward` get no gradients: `batch`, `saved` and `outputs`.
+        results = [None, None, None, *gradients]
         if not all(ctx.needs_input_grad[3:]):
             pairs = zip(results, ctx.needs_input_grad, strict=True)
             results = [gradient if is_needed else None for gradient, is_needed in pairs]
@@ -212,7 +237,7 @@ _apply = fast_apply(_SyncBatchNorm)
 
 
 class _Unpack(torch.autograd.Function):
-    """The identity, in place. Its backward pass unpacks the `Saved` of one replica, see NOTE [who unpacks]."""
+    """Return the outputs unchanged. The backward pass unpacks the `Saved` of one replica, see NOTE [who unpacks]."""
 
     @staticmethod
     def forward(ctx: Any, saved: Saved | None, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -222,7 +247,7 @@ class _Unpack(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @uncompiled  # by compiled autograd
+    @uncompiled  # Compiled autograd must not trace it.
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved
         if saved is not None and saved.has_hooks:
@@ -238,7 +263,11 @@ _unpack = fast_apply(_Unpack)
 def _gradients(
     batch: BatchStatistics, all_saved: Sequence[Saved], grad_outputs: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Return the gradients of input, weight and bias of the first replica, of the second one, and so on."""
+    """Return the gradients of all replicas in one flat list.
+
+    The list begins with the gradients of the first replica's input, weight and bias. Those of the second replica
+    follow, and so on.
+    """
     inputs: dict[Saved, BackwardInput] = {}
     for saved, grad_output in zip(all_saved, grad_outputs, strict=True):
         if (read := saved.read(grad_output)) is not None:
@@ -247,16 +276,21 @@ def _gradients(
     computed = dict(zip(inputs, backend.gradients(list(inputs.values()), batch), strict=True))
     if not retains_graph():
         for saved in inputs:
-            saved.kept = None  # only now, in order with the engine
+            # Drop the saved input after its last use in this backward pass. The CUDA streams are still in order with
+            # the autograd engine here.
+            saved.kept = None
     gradients: list[Tensor | None] = []
     for saved in all_saved:
         grad_input, grad_weight, grad_bias = computed.get(saved, (None, None, None))
-        if grad_bias is None:  # The output is not in the loss. Gradient hooks would otherwise be called with None.
+        if grad_bias is None:
+            # The output of this replica is not in the loss. Return zeros for its weight and bias, because autograd
+            # would call gradient hooks of these parameters with None.
             grad_weight = grad_bias = torch.zeros_like(batch.mean_invstd[saved.device][0])
         gradients += grad_input, grad_weight, grad_bias
     return gradients
 
 
-# NOTE [tried for checkpoints]: A lock for each checkpoint, in place of the nodes that unpack, deadlocks. The thread of
-# the first device holds the lock and recomputes a replica on the second device. If the checkpointed function calls
-# `torch.autograd.grad`, the engine needs the thread of the second device. That thread waits for the lock.
+# NOTE [tried for checkpoints]: A lock for each activation checkpoint, instead of the `_Unpack` nodes, deadlocks. The
+# engine's thread of the first device takes the lock and recomputes a replica on the second device. If the checkpointed
+# function calls `torch.autograd.grad`, the engine needs its thread of the second device. But that thread waits for the
+# lock.

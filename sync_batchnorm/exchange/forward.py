@@ -1,6 +1,6 @@
-"""The forward pass of one call of a layer in all replicas.
+"""The forward pass of one call of a synchronized batch norm layer, in all replicas.
 
-The obvious way: each replica sends its statistics, gets the merged ones, and normalizes its own input. Then each
+The obvious way: each replica sends its statistics, gets the merged statistics, and normalizes its own input. Then each
 replica has an autograd node of its own, and the backward pass deadlocks (`backward.py`). So the replicas only measure
 their inputs, each in its own thread. Replica 0 is the master: it merges the statistics, normalizes all inputs, makes
 one autograd node, and answers each replica with its output:
@@ -37,7 +37,8 @@ from .replica_call import Answer, Connection, RememberedCall, ReplicaCall
 
 __all__: list[str] = []
 
-Message = tuple[ReplicaCall, Saved | None]  # of each replica; the second item is None without a graph
+# The message of one replica to replica 0. Its second item is None if the replica records no autograd graph.
+Message = tuple[ReplicaCall, Saved | None]
 
 
 def sync_batch_norm(input: Tensor, layer: LayerArguments, connection: Connection, peers: Peers | None) -> Tensor:
@@ -49,14 +50,17 @@ def sync_batch_norm(input: Tensor, layer: LayerArguments, connection: Connection
         connection: connects the layer to those of the other replicas; `ALONE` if there are none.
         peers: the processes to exchange with; None for this process alone.
     """
-    if has_torch_function((input,)):  # A subclass of `Tensor` may override this function, like functions of torch.
+    # A subclass of `Tensor` may override this function by its `__torch_function__`, like any function of torch.
+    if has_torch_function((input,)):
         return handle_torch_function(sync_batch_norm, (input,), input, layer, connection, peers)
     records, saved, has_hooks = torch.is_grad_enabled(), None, False
     if records:
         if input.is_inference():
-            input = input.clone()  # Inference tensors cannot be saved for a backward pass.
+            input = input.clone()  # A tensor from inference mode cannot be saved for a backward pass, but its copy can.
         elif input.is_leaf and input.requires_grad:
-            input = input[...]  # `Saved.read` needs a grad_fn, and a leaf has none.
+            # The input is a leaf, and does not have a `grad_fn`. Take a view, because `Saved.read` needs a
+            # `grad_fn`.
+            input = input[...]
         has_hooks = saved_tensors_hooks(True) is not None
         saved = Saved(input, layer, has_hooks)
     set_grad_enabled(False)  # `torch.no_grad` takes ten times as long.
@@ -75,10 +79,11 @@ def _exchange_without_modes(
 ) -> Tensor:
     """Exchange on the default streams, without autocast, and without the modes of a checkpoint; see NOTE [streams].
 
-    A selective checkpoint counts the operators of its forward pass, and expects the same operators in the
-    recomputation. But a recomputation does not merge. The checkpoint would also keep the results of the operators, such
-    as memory that is filled later. Autocast would concatenate tensors in its own dtype, or refuse tensors of another
-    dtype.
+    The dispatch modes of a selective checkpoint count the operators of its forward pass, and expect the same operators
+    in the recomputation. But a recomputation of this layer does not exchange, so it runs fewer operators. The modes
+    would also keep the results of operators, including memory that is filled only later.
+
+    Autocast would concatenate the statistics of replicas in a dtype of its own, or refuse tensors of other dtypes.
     """
     device, has_hooks = input.device, saved is not None and saved.has_hooks
     devices = () if connection.pipe is None else {device, connection.master_device or device}
@@ -90,7 +95,10 @@ def _exchange_without_modes(
 def _exchange(
     input: Tensor, layer: LayerArguments, connection: Connection, saved: Saved | None, peers: Peers | None
 ) -> Tensor:
-    """Measure the input, and return the output: the master's answer, unless this is the only replica."""
+    """Compute the statistics of one replica's input, exchange them, and return the output of this replica.
+
+    If there are other replicas, replica 0 computes the output and sends it back in its answer.
+    """
     device, channels, elements, memory = input.device, input.shape[1], 0, None
     master_device = connection.master_device or device
     backend = backends.BACKENDS.get(device.type, GENERAL)
@@ -106,12 +114,12 @@ def _exchange(
     if connection.pipe is None:
         ((_, (output, _)),) = merge_replicas([(0, (call, saved))], peers)
         return output
-    if graph_task_id() != -1:  # inside a backward pass
+    if graph_task_id() != -1:  # An activation checkpoint repeats this call in a backward pass.
         return recompute(call, saved)
     if saved is not None and saved.has_hooks:
         saved.pack()
     output, merged = connection.pipe.run((call, saved))
-    if merged is not None:
+    if merged is not None:  # An activation checkpoint may repeat this call in the backward pass: remember the answer.
         is_constant, (batch, gathered) = saved is not None and not output.requires_grad, merged
         connection.remembered.append(RememberedCall(statistics, elements, batch, gathered, is_constant))
     return output  # type: ignore[no-any-return]
@@ -120,9 +128,10 @@ def _exchange(
 def merge_replicas(
     messages: Sequence[tuple[Hashable, Message]], peers: Peers | None = None
 ) -> Sequence[tuple[Hashable, Answer]]:
-    """Merge the statistics of all replicas, and answer each with its output; the callback of a layer's `SyncMaster`.
+    """Merge the statistics of all replicas, and return an answer for each replica, with its output.
 
-    A process with a single replica calls it directly, with the message of this replica and with its `peers`.
+    The `SyncMaster` of a layer calls this function as its callback. If the process runs a single replica, the layer
+    calls the function directly, with the message of this replica, and with `peers` if there are other processes.
     """
     identifiers, sent = zip(*messages, strict=True)
     calls: Sequence[ReplicaCall] = [call for call, _ in sent]
@@ -147,7 +156,8 @@ def merge_replicas(
     mean_invstd: Mapping[torch.device, Pair] = {master: pair}
     if len(devices) > 1:
         mean_invstd = lease.workspace.broadcast(torch.cat(pair, out=lease.workspace.flat), devices)
-    # A module may compute a parameter in its forward. Parameters that replicas got from it are equal, on all devices.
+    # Parameters that replicas got from the model are equal in all replicas. But a module may also compute a weight or a
+    # bias in its `forward`, and a computed parameter may differ between replicas.
     got_from_module = [
         call.layer.weight is call.connection.weight and call.layer.bias is call.connection.bias for call in calls
     ]
@@ -157,10 +167,13 @@ def merge_replicas(
 
     saved_of_first = sent[0][1]
     if first.connection.pipe is None and saved_of_first is not None and saved_of_first.has_hooks:
-        saved_of_first.pack()  # With other replicas, each packs before it sends.
+        # This process runs a single replica, which did not give its tensors to the saved-tensor hooks yet. If there are
+        # several replicas, each does this before it sends its message.
+        saved_of_first.pack()
     normalized = first.backend.normalize(calls, batch)
     merged = batch, (statistics, counts, total)
-    # A checkpoint may repeat a call with hooks or without a graph. Other replicas would keep the messages of all alive.
+    # In the forward pass of an activation checkpoint, either saved-tensor hooks are set, or no graph is recorded. Only
+    # then does a replica get the merged statistics, because they keep the messages of all replicas in memory.
     may_repeat = [saved is None or saved.has_hooks for _, saved in sent]
     outputs = connect_to_graph(sent, normalized, batch)
     answers = [(output, merged if repeats else None) for output, repeats in zip(outputs, may_repeat, strict=True)]

@@ -1,23 +1,26 @@
-"""Calls that an activation checkpoint repeats in the backward pass, one replica at a time.
+"""Calls of a layer that an activation checkpoint repeats in the backward pass, one replica at a time.
 
-NOTE [recomputation]: A checkpoint calls the layer a second time, in the backward pass, to get the tensors that it has
-not kept. The obvious way is another exchange. It would deadlock: the engine runs all nodes of a device in one thread,
-so the peers of this replica cannot come. Instead, the repeated call takes the answer of the forward pass. The
-connection of the replica remembers it:
+NOTE [recomputation]: A checkpoint calls the layer a second time, in the backward pass, to compute tensors that it did
+not keep. The obvious way is another exchange between the replicas. This deadlocks: the engine runs all nodes of a
+device in one thread, so the other replicas cannot come to this exchange. Instead, the repeated call uses the answer
+that the replica got in the forward pass. The connection of the replica remembers this answer:
 
-    forward pass     measure --> send --> answer --> normalize        remembered: (statistics of the input, answer)
-    backward pass    measure --> find that answer --> normalize
+    forward pass     measure --> send --> answer --> normalize        (remember the input's statistics, and the answer)
+    backward pass    measure --> find the remembered answer --> normalize        (with the same statistics of the batch)
 
-If the layer was called several times, as in a siamese net, the statistics of the input tell which call is repeated.
+A layer may be called several times in one forward pass, as in a siamese net. Then the repeated call looks for the
+remembered call whose input had the same statistics.
 
-The output has the same values again, and the same tensors are saved. The output refuses a gradient
-(`_refuse_gradient`): only a reentrant checkpoint asks for one, and would differentiate each replica by itself.
+A repeated call returns the same values as the call in the forward pass, and saves the same tensors. A backward pass
+through the output of a repeated call raises an error (`_refuse_gradient`). A reentrant checkpoint would run such a
+backward pass, and differentiate each replica alone, without the sums of the other replicas.
 
-On one device, a recomputation moves running statistics a second time. So does the recomputation of replica 0: it merges
-the remembered statistics of all replicas again. It does this before it saves, as torch's batch norm does, because a
-checkpoint ends the recomputation when the last tensor is saved.
+On one device, torch's batch norm updates the running statistics a second time in a recomputation. The recomputation in
+replica 0 does the same: it merges the remembered statistics of all replicas again. The update comes before the tensors
+are saved, because a checkpoint ends the recomputation once the last tensor is saved.
 
-In a process with a single replica, a recomputation exchanges again: all processes recompute in the same order.
+In a process with a single replica, a recomputation does exchange again with the other processes. All processes
+recompute the same layers in the same order, so this does not deadlock.
 """
 
 from collections.abc import Sequence
@@ -39,7 +42,7 @@ FUNCTIONS = (
 
 
 def recompute(call: ReplicaCall, saved: Saved | None) -> Tensor:
-    """Normalize the input with the remembered answer of the call that this one repeats, and save its tensors again."""
+    """Repeat a call of the forward pass: normalize the input with the remembered answer, and save the tensors again."""
     if call.layer.running is not None:
         call.backend.merge(*_find_repeated(call).gathered, call.layer, Workspace())
     if saved is not None and saved.has_hooks:
@@ -50,7 +53,10 @@ def recompute(call: ReplicaCall, saved: Saved | None) -> Tensor:
 
 
 def _find_repeated(call: ReplicaCall) -> RememberedCall:
-    """Return the call of the forward pass whose input had the statistics of `call`, or the only call."""
+    """Return the remembered call of the forward pass that `call` repeats.
+
+    If several calls are remembered, the input of the right call had the same statistics as the input of `call`.
+    """
     remembered, where = call.connection.remembered, call.connection.pipe.where
     if len(remembered) == 1:
         return remembered[0]
@@ -68,12 +74,12 @@ def _find_repeated(call: ReplicaCall) -> RememberedCall:
 
 
 def _have_equal_values(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    # For `torch.equal`, NaN differs from NaN.
+    # Replace NaN by numbers, because `torch.equal` treats NaN as different from NaN.
     return all(map(torch.equal, map(torch.nan_to_num, tensors), map(torch.nan_to_num, others)))
 
 
 def _refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
-    """Connect `constant` to the graph, as a function of `input`, by a node that raises an error in a backward pass."""
+    """Return `constant` as a function of `input` in the autograd graph, with a backward pass that raises an error."""
     with torch.enable_grad():
         return _Refuse.apply((constant,), graph_source(), input)  # type: ignore
 
@@ -81,7 +87,8 @@ def _refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
 class _Refuse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, constant: tuple[Tensor], source: Tensor, input: Tensor) -> Tensor:
-        # In a tuple: autograd would return a view of a tensor argument, and a view could not be changed in place.
+        # `constant` is a tuple with one tensor. If the tensor itself were the argument, autograd would return a view of
+        # the tensor, and users could not change this view in place.
         return constant[0]
 
     @staticmethod

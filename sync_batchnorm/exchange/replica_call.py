@@ -1,15 +1,16 @@
-"""The records of one call of a layer. Each is built whole by one thread, and nobody changes it afterwards.
+"""The objects that describe one call of a layer. One thread builds each object, and then hands it over to its readers.
 
-    record             built by                      read by
-    ------             --------                      -------
-    LayerArguments     the layer                     the replica, the master
-    ReplicaCall        the replica: its message      the master
-    Saved              the replica: its message      the backward pass, in `backward.py`
-    Answer             the master                    the replica
-    RememberedCall     the replica                   its recomputation
+    object             built by                                      read by
+    ------             --------                                      -------
+    LayerArguments     the layer                                     the replica, and replica 0, the master
+    ReplicaCall        the replica, as a part of its message         replica 0, the master
+    Saved              the replica, as a part of its message         the backward pass (`backward.py`)
+    Answer             replica 0, the master                         the replica
+    RememberedCall     the replica, after it got the answer          a recomputation (`recomputation.py`)
 
-Only replica 0 may update running statistics: only its layer has the buffers of the model, and the layer passes them as
-`LayerArguments.running`. The other replicas have copies of the buffers. Nobody writes into these.
+Only replica 0 may update running statistics, because only its layer holds the buffers of the model. That layer passes
+its buffers as `LayerArguments.running`. The layers of the other replicas hold copies of these buffers, and nobody
+writes into the copies.
 """
 
 from collections.abc import Sequence
@@ -25,48 +26,57 @@ from ..backends.workspaces import Pair, WorkspacePools
 
 __all__: list[str] = []
 
-GatheredStatistics = tuple[Sequence[Pair], Counts, int | Tensor]  # of all replicas; their counts; the sum of these
-Merged = tuple[BatchStatistics, GatheredStatistics]  # the batch statistics, and the statistics they are computed from
-Answer = tuple[Tensor, Merged | None]  # the output of one replica; the merged statistics if a checkpoint may need them
+# The statistics of all replicas before the merge, the number of elements per channel of each replica, and the sum of
+# these numbers.
+GatheredStatistics = tuple[Sequence[Pair], Counts, int | Tensor]
+Merged = tuple[BatchStatistics, GatheredStatistics]  # the statistics of all replicas, after and before the merge
+# The answer of replica 0 to one replica: the output of this replica, and the merged statistics if an activation
+# checkpoint may repeat the call, otherwise None.
+Answer = tuple[Tensor, Merged | None]
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """The connection of a replica's layer to its peers, for one forward pass. The replication callback makes it."""
+    """The connection of a layer in one replica to the same layer in the other replicas, for one forward pass.
 
-    pipe: Any  # a `SyncMaster` or `SlavePipe`; None for the only replica of a process
-    number: int  # of the replica
-    master_device: torch.device | None = None  # to which statistics are sent; None if it is unknown
-    weight: Tensor | None = None  # the parameters that the replica got from its module
-    bias: Tensor | None = None
-    pools: ref[WorkspacePools] | None = None  # shared by the forward passes of a wrapper; None: no memory is kept
-    remembered: list["RememberedCall"] = field(default_factory=list)  # calls that a checkpoint may repeat
+    The replication callback of the layer makes this object before the replicas run.
+    """
+
+    pipe: Any  # the `SyncMaster` or `SlavePipe` of the replica; None if the process runs a single replica
+    number: int  # the number of the replica
+    master_device: torch.device | None = None  # the device on which statistics are merged; None if unknown
+    weight: Tensor | None = None  # the weight that the layer of this replica got from the model
+    bias: Tensor | None = None  # the bias that the layer of this replica got from the model
+    # Memory for the vectors of exchanges, shared by all forward passes of a wrapper. None if exchanges share no memory.
+    pools: ref[WorkspacePools] | None = None
+    # The calls of this layer that an activation checkpoint may repeat in the backward pass.
+    remembered: list["RememberedCall"] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # A copy of a replica's layer is not connected.
+        return type(None), ()  # A pickle or copy of a replica's layer is not connected to other replicas.
 
 
 ALONE = Connection(pipe=None, number=0)
 
 
 class ReplicaCall(NamedTuple):
-    """One replica's call of a layer: its input, and the statistics of its input."""
+    """One replica's call of a layer: the input, the arguments of the layer, and the statistics of the input."""
 
     input: Tensor
     layer: LayerArguments
     connection: Connection
     backend: Backend
-    kind: tuple[Any, ...]  # must be equal in all replicas
-    statistics: Pair  # see `Backend.statistics`
-    elements: int  # per channel
-    memory: Tensor | None  # for the output, if the backend has allocated some
+    kind: tuple[Any, ...]  # properties that must be equal in all replicas, such as dtype and number of channels
+    statistics: Pair  # the statistics of the input, as `Backend.statistics` returns them
+    elements: int  # the number of elements per channel in the input
+    memory: Tensor | None  # memory for the output, if the backend allocated some for this input
 
 
 class RememberedCall(NamedTuple):
-    """A call that a checkpoint may repeat, outside the autograd graph; see NOTE [recomputation]."""
+    """A call that an activation checkpoint may repeat, without tensors of the graph; see NOTE [recomputation]."""
 
-    statistics: Pair  # of the replica's input
-    elements: int  # of the replica's input, per channel
-    batch: BatchStatistics
-    gathered: GatheredStatistics  # from which `batch` was computed
-    is_constant: bool  # whether the output required no gradient, although the replica recorded a graph
+    statistics: Pair  # the statistics of the replica's input
+    elements: int  # the number of elements per channel in the replica's input
+    batch: BatchStatistics  # the merged statistics of all replicas
+    gathered: GatheredStatistics  # the statistics of all replicas before the merge
+    is_constant: bool  # whether the output required no gradient, although autograd recorded the replica's forward pass

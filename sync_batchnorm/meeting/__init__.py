@@ -1,6 +1,6 @@
-"""Exchanges between the replicas of one forward pass: waiting, taking turns, and stopping when one cannot continue.
+"""Exchanges between the replicas of one forward pass: replicas wait for each other, take turns, and stop on errors.
 
-Nothing here depends on tensors: a message can be any object.
+The files of this folder do not depend on tensors: the message of a replica can be any object.
 """
 
 from .coordinator import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT

@@ -1,38 +1,45 @@
-"""The coordinator of a forward pass: let its replicas exchange, and release all of them once one cannot continue.
+"""The coordinator of a forward pass: it lets the replicas exchange, and stops all of them if one cannot continue.
 
-The problem: each replica runs in a thread of its own, and needs messages of the others in every synchronized layer. The
-obvious way is a `threading.Barrier` for each layer. It opens when all replicas have come. If a replica raises an error,
-returns early, or waits in another layer, the barrier stays closed: all others hang, and a timeout cannot name the
-cause.
+The problem: each replica runs in a thread of its own, and needs messages of the other replicas in every synchronized
+layer. The obvious way is a `threading.Barrier` for each layer, which opens when all replicas have come. But one replica
+may raise an error, return early, or wait in another layer. Then the barrier stays closed, all other replicas hang, and
+a timeout cannot name the cause.
 
-Our way: the coordinator has a `Record` of each replica, and therefore knows when a wait can never end. It then
-*breaks*: it releases all replicas, with an error that names the replica and its fault. One exchange goes like this:
+Our way: the coordinator keeps a `Record` of each replica, and therefore knows when a wait can never end. The
+coordinator then *breaks* the forward pass: it releases all waiting replicas with an error. The error names the replica
+at fault, and its fault. One exchange goes like this:
 
       replica 1, a slave             coordinator               replica 0, the master
-
+      ------------------             -----------               ---------------------
       send(message) ------------> messages of the layer <---------- send(message)
         waits on its mailbox              |                           waits on its mailbox
                                   all members have sent
                                           +---- all messages -----> runs the callback
         takes its answer <-------- answer of each slave <---------- answer(answers)
 
-Messages can be any object; this file does not import torch. Replicas wait in `Coordinator._wait` only, each on its own
-mailbox. Two attributes repeat facts from the records, so that an exchange need not look at all records: `_waiting`
-lists the records with `waits_in` set, until a break, and `_one_has_ended` is true if any record has `ended` set.
+A message can be any object: this file does not import torch. All replicas wait in `Coordinator._wait`, and each replica
+waits on its own mailbox, a `SimpleQueue`.
 
-NOTE [who may break a forward]: The lock of a coordinator guards all state of its forward pass. A coordinator breaks at
-most once: immediately, in the thread in which one of these conditions becomes true:
+Two attributes of a coordinator repeat facts from the records of the replicas, so that an exchange need not read all
+records. `_waiting` lists the records of all replicas that wait in a layer. `_one_has_ended` is true once any replica
+has ended.
+
+NOTE [who may break a forward]: The lock of a coordinator guards all state of its forward pass. A coordinator breaks the
+forward pass at most once. It does so immediately, in the thread in which one of these conditions becomes true:
 
 1. a replica fails or is interrupted (`leave` with an error, `interrupt`), or the caller no longer waits (`abort`);
-2. a replica ends while another waits for it (`leave`), or a replica starts to wait for one that has ended;
+2. a replica ends while another replica waits for it (`leave`), or a replica starts to wait for an ended replica;
 3. a replica starts to wait for a replica that waits for it, directly or through others (`_break_on_deadlock`): an
    exchange needs all members of its rendezvous, so a cycle in the wait-for graph can never be resolved;
 4. the wait of a replica reaches the timeout (`_wait`);
 5. a replica starts to exchange in a second thread while another of its threads is in an exchange (`send`).
 
-Whoever puts an `Item` into the mailbox of a replica takes that replica out of `_waiting`, so a mailbox holds at most
-one item. A replica whose answer came before the break returns it. Every replica gets the error in its next exchange at
-the latest. A broken coordinator stays broken: the next forward pass makes its own.
+A method that puts an item into the mailbox of a replica also removes the replica from the list of waiting replicas. So
+a mailbox never holds more than one item.
+
+The answer for a replica may come just before the forward pass breaks. The replica then still returns this answer, and
+gets the error in its next exchange. A coordinator is never used again after a break: the next forward pass makes a new
+coordinator.
 """
 
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -50,10 +57,11 @@ from .records import MASTER, STILL_RUNNING, Record, Rendezvous, Turns, by_number
 __all__: list[str] = []
 
 DEFAULT_TIMEOUT = 300.0
-# Seconds for which the caller waits for running replicas after Ctrl-C or a timeout. It does not leave them at once,
-# because exiting while a replica is inside a torch operation aborts the process.
+# The number of seconds for which the caller's thread waits for running replicas after Ctrl-C or a timeout. Without this
+# wait, the program could exit while a replica is inside a torch operation, and the process would abort.
 PATIENCE = 1.0
-LATE = 1.0  # seconds; a wait that ends later than this after its deadline shows that the process was suspended
+# If a wait ends later than its deadline, by more than this number of seconds, the whole process was suspended.
+LATE = 1.0
 
 Span = Callable[[str], AbstractContextManager[Any]]
 NO_SPAN: AbstractContextManager[Any] = nullcontext()
@@ -77,10 +85,10 @@ class Coordinator:
         for number, device in enumerate(devices):
             self._records[number] = Record(number, device, SimpleQueue())
         self._listed = list(self._records.values())
-        self._waiting: list[Record] = []  # in the order in which they came
-        self._turns: Turns | None = None  # None if all replicas run at once
+        self._waiting: list[Record] = []  # the records of waiting replicas, in the order in which they began to wait
+        self._turns: Turns | None = None  # None if replicas do not take turns, but run at the same time
         self._one_has_ended = False
-        self._broken: ReplicaSyncError | None = None  # the error of the break, copied for each replica
+        self._broken: ReplicaSyncError | None = None  # the error that broke the forward pass; each replica gets a copy
         self._end_of_patience = inf
 
     @property
@@ -90,21 +98,27 @@ class Coordinator:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether a replica that still runs counts as stuck, because the time to end after a break is over."""
+        """Whether the forward pass broke so long ago that replicas still running now count as stuck."""
         return monotonic() > self._end_of_patience
 
     def who(self, number: int) -> str:
-        """Return the number and the device of a listed replica, for messages."""
+        """Return the number and the device of a replica as text, for messages."""
         return str(self._listed[number])
 
     def runs_here(self, number: int) -> bool:
-        """Return whether the current thread runs this replica. Inheriting the context of a replica is not enough."""
+        """Return whether the current thread is the thread that runs this replica.
+
+        A thread that only inherited the context variables of the replica does not run the replica.
+        """
         return self._listed[number].thread == get_ident()
 
-    # The beginning and the end of a forward pass.
+    # The methods below begin and end the forward pass, or the run of one replica.
 
     def expect(self, numbers: Collection[int]) -> None:
-        """Mark the listed replicas outside `numbers` as ended, because they get no input. Call it before any runs."""
+        """Mark all replicas without an input as ended, so that no other replica waits for them.
+
+        `numbers` are the replicas that do get an input. Call this method before any replica runs.
+        """
         for record in self._listed:
             if record.number not in numbers:
                 self._one_has_ended = True
@@ -117,7 +131,11 @@ class Coordinator:
                 self._turns = Turns([self._listed[number] for number in numbers], begin)
 
     def begin(self, number: int) -> AbstractContextManager[Any]:
-        """Mark the replica as running (allowed once), wait for its turn, and return its profiler span."""
+        """Mark the replica as running, wait for its turn, and return a context manager for its run.
+
+        The context manager shows the run of the replica in a profile. If the replica already ran in this forward pass,
+        raise an error.
+        """
         with self._lock:
             record = self._records[number]
             if self._broken is not None and (record.ended or record.was_released):
@@ -134,10 +152,12 @@ class Coordinator:
         return NO_SPAN if self.span is None else self.span(str(record))
 
     def leave(self, number: int, failure: BaseException | None = None) -> None:
-        """Mark the replica as ended. Break if it failed, or if another replica waits for it.
+        """Mark the replica as ended. If it failed, or if another replica waits for it, stop all replicas with an error.
 
-        `failure` is None if the replica returned; only the first failure is recorded. A replica that returns after a
-        break has released it must have caught the `ReplicaSyncError`. That is an error, too.
+        `failure` is the exception of the replica, or None if the replica returned. Only the first failure is stored.
+
+        If the forward pass was stopped, the replica got a `ReplicaSyncError`, which its `forward` must not catch. If
+        the replica returned nevertheless, its `forward` caught the error, so this method raises an error.
         """
         with self._lock:
             record = self._record(number)
@@ -160,7 +180,10 @@ class Coordinator:
                     return self._break_by_absence(record, other.waits_in)
 
     def lose_thread(self, number: int) -> bool:
-        """Mark the replica as failed if its thread ended while it ran; return whether it never began to run."""
+        """Mark the replica as failed if its thread ended in the middle of its `forward`.
+
+        Return True if the replica never began to run.
+        """
         record = self._listed[number]
         if record.thread:
             text = f"expected {record} to run until forward() ends, but its thread was ended; end only your own threads"
@@ -168,12 +191,18 @@ class Coordinator:
         return not record.ended
 
     def interrupt(self, number: int, error: BaseException) -> None:
-        """Release all replicas, because an exception ended the wait of this one. `leave` records the error later."""
+        """Release all replicas with an error, because an exception interrupted this replica in an exchange.
+
+        The exception itself is stored later, when the replica ends with it and calls `leave`.
+        """
         with self._lock:
             self._break_by(self._record(number), type(error))
 
     def abort(self, error: BaseException, seconds: float) -> None:
-        """Release all replicas, because their caller no longer waits; wait up to `seconds` for them to end."""
+        """Release all replicas with an error, because the caller's thread no longer waits for their outputs.
+
+        After the replicas are released, wait until all of them have ended, but at most for the given number of seconds.
+        """
         with self._lock:
             for record in self._listed:
                 if not record.thread and not record.ended:
@@ -188,31 +217,35 @@ class Coordinator:
             sleep(0.01)
 
     def take_failure(self) -> tuple[str, BaseException] | None:
-        """Return name and error of the failed replica with the lowest rank, or None; forget all failures.
+        """Return the name and the error of the failed replica to report, or None if no replica failed.
 
-        An error of a replica that was not released comes before the errors that follow from a break, any other error
-        before a `ReplicaSyncError`, and a lower replica before a higher one.
+        If several replicas failed, choose one by three rules. First, prefer a replica that failed by itself to a
+        replica that was stopped. Second, prefer any other error to a `ReplicaSyncError`. Third, prefer the replica with
+        the lowest number. Forget all failures afterwards.
         """
-        failures: list[tuple[tuple[bool, bool, int], str, Any]] = []  # (order as above, replica, error)
+        failures: list[tuple[tuple[bool, bool, int], str, Any]] = []  # (rank by these rules, replica, error)
         with self._lock:
-            # Loops: after Ctrl-C in a comprehension here, the lock would stay held (Python 3.12 and 3.13).
+            # These are loops, because Ctrl-C in a comprehension would leave the lock held (Python 3.12 and 3.13).
             for record in self._records.values():
                 if (error := record.failure) is not None:
                     order = record.was_released, isinstance(error, ReplicaSyncError), record.number
                     failures.append((order, str(record), error))
                     record.failure = None
-            if not failures and self.has_given_up:  # The replicas that were released are still on their way out.
+            # If no replica failed, but some replicas did not end in time after a break, report the error of the break
+            # for them.
+            if not failures and self.has_given_up:
                 for record in self._records.values():
                     if record.was_released:
                         failures.append(((True, True, record.number), str(record), copy(self._broken)))
         return min(failures)[1:] if failures else None
 
-    # One exchange.
+    # The methods below run one exchange between replicas.
 
     def send(self, rendezvous: Rendezvous, identifier: Hashable, message: Any) -> Any:
-        """Send the message of a member, and block until it can continue.
+        """Send one replica's message in an exchange, and block until the replica can continue.
 
-        Return the answer of the master. The master itself gets a list of ``(identifier, message)`` of all members.
+        For a slave, return the answer of the master. For the master, return the messages of all replicas, as a list of
+        ``(identifier, message)``.
         """
         with self._lock:
             record = self._record(rendezvous.members[identifier])
@@ -220,9 +253,10 @@ class Coordinator:
                 self._raise_broken(record)
             is_busy = record.waits_in is not None or identifier in rendezvous.messages
             is_ready = self._turns is not None and record in self._turns.ready
-            # An item in the mailbox is the answer for another thread, which has not taken it yet.
+            # An item in the mailbox is an answer that another thread of this replica has not taken yet.
             if is_busy or is_ready or not record.mailbox.empty():
-                self._break(  # for all replicas, because an error in this thread alone may never reach the caller
+                # Release all replicas with an error, because an error in this thread alone may never reach the caller.
+                self._break(
                     f"expected one thread of a replica to exchange at a time, but {record} called {rendezvous.name} "
                     f"in one thread while another one waits in {record.waits_in or rendezvous}; call synchronized "
                     "layers in the thread that runs forward"
@@ -232,12 +266,13 @@ class Coordinator:
             rendezvous.messages[identifier] = message
             self._waiting.append(record)
             record.waits_in, number_of_messages = rendezvous, len(rendezvous.messages)
-            if number_of_messages == len(rendezvous.members):  # Wake the master.
+            if number_of_messages == len(rendezvous.members):  # All messages are here: wake the master.
                 self._deliver(
                     self._records[rendezvous.members[MASTER]],
                     list(zip(rendezvous.members, map(rendezvous.messages.get, rendezvous.members), strict=True)),
                 )
-            elif self._one_has_ended or len(self._waiting) != number_of_messages:  # Otherwise all that wait do so here.
+            elif self._one_has_ended or len(self._waiting) != number_of_messages:
+                # A replica has ended, or waits in another layer, so the wait of this replica may never end.
                 self._break_on_deadlock(record, rendezvous)
             if self._turns is not None:
                 self._turns.pass_on(record)
@@ -245,7 +280,7 @@ class Coordinator:
             return self._wait(record)
 
     def answer(self, rendezvous: Rendezvous, answers: dict[Hashable, Any]) -> None:
-        """Deliver the answers of the master to the slaves, and thereby complete the exchange."""
+        """Deliver the answers of the master to all slaves. This completes the exchange."""
         with self._lock:
             if self._broken is not None:
                 self._raise_broken(self._records[rendezvous.members[MASTER]])
@@ -257,9 +292,10 @@ class Coordinator:
                     self._deliver(self._records[number], answers[member])
 
     def _wait(self, record: Record) -> Any:
-        """Block until the mailbox of the replica has an item; return its value, or raise the error of the break.
+        """Block until the mailbox of the replica holds an item, and return the value in the item.
 
-        The timeout counts from the last beginning of a turn, or from the last suspension of the process.
+        If the forward pass broke, raise the error that broke it. The timeout of the wait starts again whenever the turn
+        of a replica begins, and after the process was suspended.
         """
         mailbox, since = record.mailbox, monotonic()
         while True:
@@ -275,43 +311,49 @@ class Coordinator:
         return value
 
     def _restart_or_break(self, record: Record, since: float) -> float:
-        """Break if the wait that began at `since` is too long; otherwise return the time from which it counts."""
+        """Break the forward pass if the timeout is over for a wait that began at the time `since`.
+
+        If the replica may wait longer, return the time from which its timeout counts now.
+        """
         with self._lock:
             now = monotonic()
-            if now > since + self.timeout + LATE:  # This process was suspended, and all replicas with it.
+            if now > since + self.timeout + LATE:  # The whole process was suspended, so the timeout starts again.
                 return now
             if self._turns is not None and self._turns.since > since:  # Another turn began during this wait.
                 return self._turns.since
-            if record.mailbox.empty():  # Otherwise an item came just now, and the next look finds it.
+            if record.mailbox.empty():  # If the mailbox just got an item, the next `get` returns it.
                 self._break_by_timeout(record)
             return now
 
-    # All methods below are called with the lock held.
+    # The callers of all methods below hold the lock of the coordinator.
 
     def _record(self, number: int) -> Record:
-        """Return the record of a replica. An unlisted replica gets one when it is first asked for."""
+        """Return the record with the state of a replica. The first call for an unknown replica makes a new record."""
         if number not in self._records:
             self._records[number] = Record(number, None, SimpleQueue())
         return self._records[number]
 
     def _deliver(self, record: Record, value: Any) -> None:
-        """Let a waiting replica continue with `value`, now or when its turn comes."""
+        """Deliver `value` to a replica that waits for it: at once or, if replicas take turns, at its next turn."""
         if self._turns is None:
-            record.mailbox.put((True, value))  # first, so that Ctrl-C in between loses no release
+            # Put the item into the mailbox before anything else, so that the replica continues even if Ctrl-C comes
+            # next.
+            record.mailbox.put((True, value))
         else:
             self._turns.resume(record, value)
         record.waits_in = None
         self._waiting.remove(record)
 
     def _raise_broken(self, record: Record) -> NoReturn:
-        """Raise the error of the break in the thread of this replica."""
+        """Raise the error that broke the forward pass, in the thread of this replica."""
         record.was_released = True
         raise copy(self._broken)  # type: ignore[misc]
 
     def _break(self, text: str, kind: type[ReplicaSyncError] = ReplicaSyncError, notes: Sequence[str] = ()) -> None:
-        """Store the error of the first break, end the turns, and release all replicas that wait.
+        """Break the forward pass: store an error, end the turns, and release all waiting replicas with this error.
 
-        Ctrl-C may interrupt this method: then the next break releases the remaining replicas.
+        If the forward pass is broken already, the first error stays. The method then only releases the replicas that
+        still wait, because Ctrl-C may have interrupted the first call.
         """
         if self._broken is None:
             error = kind(text)
@@ -321,7 +363,9 @@ class Coordinator:
             self._end_of_patience = monotonic() + (self.timeout if kind is ReplicaSyncError else PATIENCE)
         ready = {} if self._turns is None else self._turns.ready
         for record in self._records.values():
-            if record.waits_in is not None:  # A `SyncMaster` that a module keeps would keep these messages alive.
+            if record.waits_in is not None:
+                # A module may keep its `SyncMaster` for a long time. Drop the messages of this exchange, so that they
+                # do not stay in memory as long.
                 record.waits_in.messages = dict.fromkeys(record.waits_in.messages)
             if record.waits_in is not None or record in ready:
                 record.mailbox.put((False, None))
@@ -334,9 +378,11 @@ class Coordinator:
         return [self._record(number) for number in rendezvous.awaited()]
 
     def _break_on_deadlock(self, record: Record, rendezvous: Rendezvous) -> None:
-        """Break if the wait of this replica can never end: for an ended replica, or in a cycle of waits.
+        """Break the forward pass if the wait of this replica can never end.
 
-        Depth-first search in the wait-for graph, from the replicas that the rendezvous still needs.
+        A wait can never end if a replica waits for an ended replica, or if replicas wait for each other in a cycle. A
+        depth-first search in the wait-for graph finds such a cycle. The search starts from the replicas for which this
+        replica waits.
         """
         to_visit = self._awaited(rendezvous)
         for peer in to_visit:
@@ -358,14 +404,14 @@ class Coordinator:
                 to_visit += self._awaited(peer.waits_in)
 
     def _break_by(self, record: Record, kind: type[BaseException]) -> None:
-        """Break because this replica got an exception of class `kind`."""
+        """Break the forward pass, because this replica got an exception of class `kind`."""
         self._break(
             f"expected all replicas to finish, but got {kind.__name__} in {record}; fix that error, this replica was "
             "stopped as a consequence"
         )
 
     def _break_by_absence(self, record: Record, rendezvous: Rendezvous) -> None:
-        """Break because this replica has ended, and the rendezvous still needs it."""
+        """Break the forward pass, because this replica has ended while other replicas wait for it in a layer."""
         self._break(
             f"expected every replica to call {rendezvous.name} the same number of times, but {record} "
             f"{record.ended} while {format_waiting(self._waiting, rendezvous)} for it ({rendezvous}); make every "
@@ -373,11 +419,13 @@ class Coordinator:
         )
 
     def _break_by_timeout(self, record: Record) -> None:
-        """Break because this replica waited too long, in a rendezvous or for its turn.
+        """Break the forward pass, because this replica waited for longer than the timeout, in a layer or for its turn.
 
-        The error names the replicas that it waited for. Notes show the stack of each one that is still running. If it
-        waited for its turn, but another replica waits in a rendezvous, the error names that rendezvous: it is nearer to
-        the cause.
+        The error names the replicas for which this replica waited. Notes on the error show the call stacks of those
+        replicas, if they are still running.
+
+        If this replica waits for its turn while another replica waits in a layer, the error describes the wait in the
+        layer, because that wait is nearer to the cause.
         """
         remedy = "pass a longer timeout= if it is only slow"
         rendezvous = record.waits_in or (self._waiting[0].waits_in if self._waiting else None)
@@ -400,14 +448,3 @@ class Coordinator:
             ReplicaTimeoutError,
             [peer.stack() for peer in peers if peer.activity(self._turns) == STILL_RUNNING],
         )
-
-
-# NOTE [tried in a meeting]: One exchange between 2, 4 and 8 threads takes about 15, 46 and 100 us with a `SimpleQueue`
-# for each replica. These alternatives are not better:
-#
-# - one `threading.Condition` for all replicas: 28, 45 and 118 us; a `threading.Barrier`: twice that;
-# - raw locks or events in place of the queues, another switch interval: no gain;
-# - waiting in a loop instead of sleeping, turns under a semaphore: no gain with two replicas, little with eight;
-# - merging in the replica that arrives last, another scheduling policy for the threads: NOTE [tried in a call];
-# - records at no cost at all: 2 % of a step on two GPUs, so no trick to save them is worth its lines;
-# - greenlets in place of threads: much faster, but then nothing of two replicas overlaps any more.

@@ -1,4 +1,4 @@
-"""Errors of replicas that cannot exchange, and the preparation of a replica's error for the caller."""
+"""Errors for replicas that cannot exchange, and functions that prepare the error of a replica for the user."""
 
 import re
 from contextlib import suppress
@@ -8,7 +8,7 @@ __all__ = ["ReplicaSyncError"]
 
 
 class ReplicaSyncError(RuntimeError):
-    """A replica cannot continue, for example because another one failed, ended early, or waits in another layer.
+    """A replica cannot continue, for example because another replica failed, ended early, or waits in another layer.
 
     A `RuntimeError`; after the `timeout` of the wrapper also a `TimeoutError`. See the page "Troubleshooting".
     """
@@ -19,25 +19,27 @@ class ReplicaTimeoutError(ReplicaSyncError, TimeoutError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception. Exceptions that refuse notes, such as frozen dataclasses, stay without it."""
+    """Add a note to an exception. Do nothing if the exception refuses notes, as a frozen dataclass does."""
     with suppress(Exception):
         error.add_note(note)
 
 
 def strip_frames(error: BaseException, who: str, fact: str = "") -> BaseException:
-    """Remove the frames of an exception from the replica `who`, because they hold activations; return the exception.
+    """Replace the traceback of a replica's exception by a note with the same text, and return the exception.
 
-    Its traceback becomes the text of a note, after the `fact`, if one is given. If an earlier forward pass raised the
-    same object, the new note replaces the earlier one. Causes and contexts lose their frames, too.
+    The frames of the traceback would keep activations alive. The causes and contexts of the exception lose their
+    frames, too. The note also names the replica, `who`, and contains the text `fact`.
+
+    If an earlier forward pass raised the same exception object, the new note replaces the note of that forward pass.
     """
     notes = vars(error).get("__notes__", [])
-    if not isinstance(notes, list):  # A user has set another value: keep the traceback.
+    if not isinstance(notes, list):  # A user set `__notes__` to a value of their own, so keep the traceback.
         return error
     try:
         formatter = TracebackException.from_exception(error)
-        formatter.__notes__ = None  # The notes stay notes, and must not be in the text as well.
+        formatter.__notes__ = None  # The exception keeps its notes, so the text of the traceback must not repeat them.
         text = "".join(formatter.format())
-    except Exception:  # Python cannot format every error, such as a SyntaxError without a line.
+    except Exception:  # Python cannot format every exception: a SyntaxError without a line fails.
         text = "".join(format_tb(error.__traceback__))
     others = [note for note in notes if not re.match(r"Caught \w+ in replica \d+ ", str(note))]
     caught = "\n".join(filter(None, [f"Caught {type(error).__name__} in {who}.", fact, text.rstrip()]))

@@ -1,6 +1,6 @@
-"""The state of one forward pass: a record of each replica, a rendezvous of each layer, and the turns.
+"""The state of one forward pass: the state of each replica, the meeting of replicas in each layer, and their turns.
 
-Nothing here waits or locks. The lock of the `Coordinator` guards all of this state.
+The classes in this file do not wait, and do not lock. The lock of the `Coordinator` guards all of their state.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -17,23 +17,25 @@ __all__: list[str] = []
 MASTER = 0  # the identifier of every master
 STILL_RUNNING = "is still running"
 
-Item = tuple[bool, Any]  # (True, value to continue with), or (False, None) after a break
+# An item in the mailbox of a replica. ``(True, value)`` lets the replica continue with this value. ``(False, None)``
+# tells the replica that its forward pass broke.
+Item = tuple[bool, Any]
 
 
 class Rendezvous:
-    """One layer of a forward pass: the replicas that exchange in it, and their messages in the current exchange."""
+    """The meeting of replicas in one layer of a forward pass, with their messages in the current exchange."""
 
     def __init__(self, name: str, master: int) -> None:
         self.name = name
-        self.members: dict[Hashable, int] = {MASTER: master}  # identifier -> number of the replica
-        self.messages: dict[Hashable, Any] = {}  # identifier -> message in the current exchange
-        self.call = 1  # the number of the current exchange
+        self.members: dict[Hashable, int] = {MASTER: master}  # identifier of a replica in this meeting -> its number
+        self.messages: dict[Hashable, Any] = {}  # identifier of a replica in this meeting -> its message
+        self.call = 1  # the number of the current exchange in this layer
 
     def __str__(self) -> str:
         return f"{self.name}, call {self.call}"
 
     def admit(self, identifier: Hashable, number: int) -> None:
-        """Add a replica to the members, under this identifier."""
+        """Add a replica to the members of this meeting, under an unused identifier."""
         if identifier in self.members:
             raise ValueError(
                 f"expected an identifier that is not registered yet, but got {identifier!r} twice ({self.name}); "
@@ -42,23 +44,27 @@ class Rendezvous:
         self.members[identifier] = number
 
     def awaited(self) -> list[int]:
-        """Return the replicas without a message in the current exchange; if none, the master, whose callback runs."""
+        """Return the numbers of the replicas for which the others wait in the current exchange.
+
+        As long as messages are missing, the others wait for the replicas that did not send a message yet. Afterwards,
+        the slaves wait for the master, whose callback computes their answers.
+        """
         missing = [number for identifier, number in self.members.items() if identifier not in self.messages]
         return missing or [self.members[MASTER]]
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """The state of one replica in a forward pass, as its coordinator sees it."""
+    """The state of one replica in a forward pass, for example whether it waits in a layer, or how it ended."""
 
-    number: int
-    device: str | None  # None for an unlisted replica
-    mailbox: SimpleQueue[Item]  # The replica waits for an item in it.
-    thread: int = 0  # the identifier of the thread that runs the replica; 0 before and afterwards
-    waits_in: Rendezvous | None = None
-    ended: str = ""  # the way in which it ended, for messages; empty until then
-    was_released: bool = False  # whether it got the error of the break
-    failure: BaseException | None = None  # its first exception, until `take_failure` hands it to the caller
+    number: int  # the number of the replica
+    device: str | None  # the device of the replica; None if the coordinator does not list the replica
+    mailbox: SimpleQueue[Item]  # the queue from which the replica takes an item after each wait
+    thread: int = 0  # the identifier of the thread that runs the replica; 0 before the replica begins and after it ends
+    waits_in: Rendezvous | None = None  # the layer in which the replica waits; None if it does not wait
+    ended: str = ""  # how the replica ended, as a verb phrase for messages; empty until the replica ends
+    was_released: bool = False  # whether the replica got the error that broke the forward pass
+    failure: BaseException | None = None  # the first exception that the replica raised; None once the caller got it
 
     def __str__(self) -> str:
         return f"replica {self.number} on device {self.device}" if self.device else f"replica {self.number}"
@@ -85,8 +91,9 @@ by_number = attrgetter("number")
 class Turns:
     """Let replicas that share a device run one at a time.
 
-    The order in which threads run would otherwise change results, for example of random numbers on that device. Each
-    replica is in one of three states. Whenever no replica is running, the ready replica with the lowest number runs.
+    If replicas ran at the same time, results could depend on the order of their threads, for example if the replicas
+    draw random numbers on their device. Each replica is ready, running, or away, which means that it waits for others
+    or ended. Whenever no replica is running, the ready replica with the lowest number starts to run.
 
                       pass_on            pass_on: it waits for others, or has ended
         --> READY ---------------> RUNNING ---------------------------------------> AWAY
@@ -94,30 +101,38 @@ class Turns:
               +----------------------------------------------------------------------+
                                resume: the message or answer has arrived
 
-    A ready replica waits on its mailbox until its turn begins, even if its answer has arrived. The turns end when the
-    forward pass breaks: the coordinator drops this object, and all waiting replicas get the error and run at once.
+    A ready replica waits on its mailbox until its turn begins, even if the answer for it has already arrived.
+
+    If one replica cannot continue, the coordinator breaks the forward pass, and drops this object. All waiting replicas
+    then get an error, and run at the same time until they end.
     """
 
     def __init__(self, records: Iterable[Record], begin: Callable[[int], None]) -> None:
-        self.begin = begin  # Each replica calls it with its number when its turn has begun.
-        self.ready: dict[Record, Any] = dict.fromkeys(records)  # replica -> value to continue with
+        self.begin = begin  # a function that each replica calls with its number at the beginning of its turn
+        self.ready: dict[Record, Any] = dict.fromkeys(records)  # ready replica -> the value that it gets at its turn
         self.running: Record | None = None
-        self.since = 0.0  # when the turn of the running replica began
+        self.since = 0.0  # the time at which the turn of the running replica began
         self.pass_on(None)
 
     def resume(self, record: Record, value: Any) -> None:
-        """Mark an absent replica as ready: it continues with `value` when its turn comes."""
+        """Mark a replica as ready to run again. It continues with `value` when its turn comes."""
         self.ready[record] = value
         if self.running is None:
             self.pass_on(None)
 
     def pass_on(self, runner: Record | None) -> None:
-        """Start the turn of the next ready replica, if `runner` has the turn now (None: if nobody has it)."""
+        """End the turn of the replica `runner`, and start the turn of the next ready replica.
+
+        If `runner` is not the running replica, do nothing. Pass None as `runner` to start a turn while no replica is
+        running.
+        """
         if self.running is runner:
             self.since = monotonic()
             record = self.running = min(self.ready, key=by_number, default=None)
             if record is not None:
-                record.mailbox.put((True, self.ready[record]))  # first, so that Ctrl-C in between loses no release
+                # Put the item into the mailbox before anything else, so that the replica continues even if Ctrl-C comes
+                # next.
+                record.mailbox.put((True, self.ready[record]))
                 del self.ready[record]
 
 
@@ -129,7 +144,10 @@ def format_waiting(records: Iterable[Record], rendezvous: Rendezvous) -> str:
 
 
 def remedy_for_loops(places: Iterable[Rendezvous]) -> str:
-    """Return the remedy for a loop over samples, or "" if no layer was called more than once."""
+    """Return advice, as a part of an error message, for models that call a layer once for each sample.
+
+    The advice is an empty string if no layer was called more than once.
+    """
     if all(place.call == 1 for place in places):
         return ""
     return (
