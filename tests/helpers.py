@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, merge_messages, revert_model
 from sync_batchnorm.layers import _SynchronizedBatchNorm
-from sync_batchnorm.wrapper.devices import unsupported_by_torch
+from sync_batchnorm.wrapper.data_parallel import unsupported_by_torch
 
 
 def skip_module_without(*packages: str) -> None:

@@ -12,7 +12,7 @@ from helpers import assert_equal, in_threads
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, patch_replication_callback
-from sync_batchnorm.wrapper.devices import as_device
+from sync_batchnorm.wrapper.data_parallel import as_device
 from sync_batchnorm.wrapper.replicas import make_replicas
 from sync_batchnorm.wrapper.scatter_gather import gather_trees
 

@@ -232,7 +232,7 @@ class Backend:
         counts: Counts,
         total: int | Tensor,
         layer: LayerArguments,
-        workspace: Workspace,
+        workspace: Workspace | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Merge the statistics of all replicas, and update the running statistics of the layer.
 
@@ -243,7 +243,7 @@ class Backend:
             counts: elements per channel of each replica; for processes, a tensor ``(W,)``.
             total: the sum of `counts`.
             layer: the arguments of the layer in replica 0.
-            workspace: memory for the vectors.
+            workspace: memory for the vectors; None: allocate new memory.
 
         Returns:
             mean and inverse standard deviation, ``(C,)``; and the channels where `eps` replaces a smaller variance, or

@@ -47,7 +47,7 @@ class Cuda(Backend):
         counts: Counts,
         total: int | Tensor,
         layer: LayerArguments,
-        workspace: Workspace,
+        workspace: Workspace | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Merge the statistics, and update the running statistics, by a single operator.
 
@@ -60,6 +60,7 @@ class Cuda(Backend):
             # The kernel divides by the number of elements of the first process. Replace a zero by a tiny number.
             (means, invstds), count_vector = statistics[0], counts.clamp(min=1e-30)
         else:
+            workspace = workspace or Workspace()
             rows = workspace.stack([pair for pair, count in zip(statistics, counts, strict=True) if count])
             count_vector = _count_vector(rows.device, tuple(filter(None, counts)), rows.dtype)
             means, invstds = workspace.halves  # the vectors of all replicas with nonempty inputs, ``(K, C)`` each

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..processes import active_group
 from ..trees import Tree, format_path, leaves_of, named_leaves, tensors_in, with_leaves
-from ..wrapper import Arguments
+from ..wrapper.arguments import Arguments
 from .comparing import LEAST, SCALARS, agree, format_gap, gap, largest, numbers_of, tolerance_of
 from .twin import CheckMode, Rows, Twin, copied, go_backward, rows_of_chunks, seed, wrapper_like
 

@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 from ..layers import _SynchronizedBatchNorm
 from ..torch_private import HOOKS, in_transform
 from ..trees import children_of, tensors_in
-from ..wrapper import Arguments, DataParallelWithCallback
-from ..wrapper.hooks import hooks_of
+from ..wrapper.arguments import Arguments
+from ..wrapper.data_parallel import DataParallelWithCallback
+from ..wrapper.lost_state import hooks_of
 
 __all__: list[str] = []
 

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.workspaces import Workspace
 from .backward import Saved, graph_source
 from .replica_call import RememberedCall, ReplicaCall
 
@@ -44,7 +43,7 @@ FUNCTIONS = (
 def recompute(call: ReplicaCall, saved: Saved | None) -> Tensor:
     """Repeat a call of the forward pass: normalize the input with the remembered answer, and save the tensors again."""
     if call.layer.running is not None:
-        call.backend.merge(*_find_repeated(call).gathered, call.layer, Workspace())
+        call.backend.merge(*_find_repeated(call).gathered, call.layer)
     if saved is not None and saved.has_hooks:
         saved.pack()
     repeated = _find_repeated(call)

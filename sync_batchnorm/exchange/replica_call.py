@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from ..backends.base import Backend, BatchStatistics, Counts, LayerArguments
-from ..backends.workspaces import Pair, WorkspacePools
 
 __all__: list[str] = []
 
 # The statistics of all replicas before the merge, the number of elements per channel of each replica, and the sum of
 # these numbers.
-GatheredStatistics = tuple[Sequence[Pair], Counts, int | Tensor]
+GatheredStatistics = tuple[Sequence[Sequence[Tensor]], Counts, int | Tensor]
 Merged = tuple[BatchStatistics, GatheredStatistics]  # the statistics of all replicas, after and before the merge
 # The answer of replica 0 to one replica: the output of this replica, and the merged statistics if an activation
 # checkpoint may repeat the call, otherwise None.
@@ -48,7 +47,7 @@ class Connection:
     weight: Tensor | None = None  # the weight that the layer of this replica got from the model
     bias: Tensor | None = None  # the bias that the layer of this replica got from the model
     # Memory for the vectors of exchanges, shared by all forward passes of a wrapper. None if exchanges share no memory.
-    pools: ref[WorkspacePools] | None = None
+    pools: ref[Any] | None = None
     # The calls of this layer that an activation checkpoint may repeat in the backward pass.
     remembered: list["RememberedCall"] = field(default_factory=list)
 
@@ -67,7 +66,7 @@ class ReplicaCall(NamedTuple):
     connection: Connection
     backend: Backend
     kind: tuple[Any, ...]  # properties that must be equal in all replicas, such as dtype and number of channels
-    statistics: Pair  # the statistics of the input, as `Backend.statistics` returns them
+    statistics: Sequence[Tensor]  # the statistics of the input, as `Backend.statistics` returns them
     elements: int  # the number of elements per channel in the input
     memory: Tensor | None  # memory for the output, if the backend allocated some for this input
 
@@ -75,7 +74,7 @@ class ReplicaCall(NamedTuple):
 class RememberedCall(NamedTuple):
     """A call that an activation checkpoint may repeat, without tensors of the graph; see NOTE [recomputation]."""
 
-    statistics: Pair  # the statistics of the replica's input
+    statistics: Sequence[Tensor]  # the statistics of the replica's input
     elements: int  # the number of elements per channel in the replica's input
     batch: BatchStatistics  # the merged statistics of all replicas
     gathered: GatheredStatistics  # the statistics of all replicas before the merge

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel
 from ..messages import check_module, check_number
 from ..processes import active_group
 from ..torch_private import BatchNormBase
-from ..wrapper import DataParallelWithCallback, _ReplicationMixin
+from ..wrapper.data_parallel import DataParallelWithCallback, _ReplicationMixin
 from .conversion import NOT_REGISTERED, Modules, reason_not_converted, unregistered_norms
 from .layer import _SynchronizedBatchNorm
 

@@ -24,7 +24,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..derived import derived_class
 from ..messages import check_module, warn
 from ..torch_private import BatchNormBase
-from ..wrapper import DataParallelWithCallback, _ReplicationMixin, drop_unsupported_devices, patch
+from ..wrapper.data_parallel import (
+    DataParallelWithCallback,
+    _ReplicationMixin,
+    drop_unsupported_devices,
+    patch,
+)
 from .layer import SYNCHRONIZED, SynchronizedBatchNorm, SynchronizedBatchNorm2d, _SynchronizedBatchNorm, sync_options
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]

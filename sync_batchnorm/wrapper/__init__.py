@@ -5,10 +5,4 @@ only the mode of batch norm layers. It warns about unsynchronized layers in trai
 wrapper inside a replica would train synchronized layers of another replica.
 """
 
-from .arguments import Arguments as Arguments
-from .data_parallel import DataParallelWithCallback as DataParallelWithCallback
-from .data_parallel import _ReplicationMixin as _ReplicationMixin
-from .data_parallel import drop_unsupported_devices as drop_unsupported_devices
-from .data_parallel import patch as patch
-
 __all__: list[str] = []

@@ -12,11 +12,9 @@ calls the callbacks of all copies of a layer with the same context object. The c
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from torch import nn
 
-from ..backends.workspaces import WorkspacePools
 from ..current_replica import is_in_replica, raise_if_foreign
 from ..meeting import DEFAULT_TIMEOUT, Coordinator, RunningCallback, SlavePipe, SyncMaster, running_callback
 from ..torch_private import names_of_modules
@@ -35,7 +33,7 @@ class CallbackContext:
     """
 
     # The memory pools of the wrapper for exchanges on GPUs. All forward passes of the wrapper share them.
-    _sync_pools: "ref[WorkspacePools] | None" = None
+    _sync_pools: object = None
 
     if TYPE_CHECKING:
 
@@ -72,7 +70,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
 
 def execute_callbacks(
-    modules: Sequence[nn.Module], coordinator: Coordinator, pools: "ref[WorkspacePools] | None" = None
+    modules: Sequence[nn.Module], coordinator: Coordinator, pools: object = None
 ) -> dict[str, CallbackContext]:
     """Call the replication callbacks of all replicas; return the `CallbackContext` of each submodule by its name."""
     named = names_of_modules(modules[0]).items()

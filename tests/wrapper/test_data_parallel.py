@@ -26,7 +26,7 @@ from sync_batchnorm import (
     revert_model,
     sync_moments,
 )
-from sync_batchnorm.wrapper.devices import check_transfers
+from sync_batchnorm.wrapper.data_parallel import check_transfers
 
 
 @pytest.mark.smoke
