@@ -262,7 +262,8 @@ def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> b
     return bool((again & (before != first)).any())
 
 
-# The hooks of a model. A hook that is registered on the model runs in each replica, while its variables refer to the model.
+# The hooks of a model. A hook that is registered on the model runs in each replica. But the variables of the hook (its
+# `self`, its closure and its globals) still refer to the model, not to the replica.
 
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 # The search for attributes that a hook reads ends at the first bytecode instruction whose name begins with one of these
