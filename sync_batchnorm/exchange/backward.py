@@ -116,9 +116,9 @@ class Saved:
         # For gradients of gradients, the backward pass reads the inputs of all replicas.
         if grad_output is None and not wants_input and not torch.is_grad_enabled():
             return None
-        return BackwardInput(grad_output, *self._unpack(), wants_input)
+        return BackwardInput(grad_output, *self.unpack(), wants_input)
 
-    def _unpack(self) -> InputAndWeight:
+    def unpack(self) -> InputAndWeight:
         """Return the saved input and weight. Raise an error if they were dropped, or were changed in place."""
         if self.has_hooks and (unpacked := self.unpacked.pop(graph_task_id(), None)):
             return unpacked

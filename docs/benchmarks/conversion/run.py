@@ -34,7 +34,7 @@ class Reordered(nn.Module):
         self.module = module
 
     def forward(self, input: Tensor) -> list[Tensor]:
-        return [output.flip(0) for output in zoo.tensors_in(self.module(input.flip(0)))]
+        return [output.flip(0) for output in zoo.tensors_of(self.module(input.flip(0)))]
 
 
 def main() -> None:
