@@ -4,9 +4,9 @@ Processes share no memory, so they cannot use a `SyncMaster`: only collectives c
 process packs the statistics of a layer into one vector, gathers the vectors of all processes, and merges the gathered
 rows itself. In a backward pass, a collective adds up one vector of sums over all processes.
 
-    rank 0   [count, number, statistics] ---+                 +---> (W, 2 + 2 * C): merge the rows
+    rank 0   [count, number, statistics] ---+                 +---> rows of all ranks, (W, 2 + 2 * C) ---> merge(rows)
                                             +--- all_gather --+
-    rank 1   [count, number, statistics] ---+                 +---> (W, 2 + 2 * C): merge the rows
+    rank 1   [count, number, statistics] ---+                 +---> rows of all ranks, (W, 2 + 2 * C) ---> merge(rows)
 
 A collective does not check that all ranks call the same layer: it would mix the statistics of two layers without an
 error. So each vector on the CPU also contains a number of its layer, and all ranks compare the gathered numbers
@@ -45,7 +45,8 @@ Group = Any
 # each.
 _numbers: WeakKeyDictionary[Group, WeakKeyDictionary[nn.Module, float]] = WeakKeyDictionary()
 
-# The default process groups of the parent processes, if this process was forked. A forked process must not use them.
+# The default process groups of the parent processes, if this process was forked. A forked process must not use these
+# groups.
 _inherited: list[Group] = []
 
 if hasattr(os, "register_at_fork"):  # not on Windows
@@ -79,13 +80,14 @@ class Peers(NamedTuple):
     ) -> tuple[Sequence[Sequence[Tensor]], Tensor, int | Tensor]:
         """Gather the statistics and the element counts of all W processes.
 
-        Return a list with one pair of tensors ``(W, C)``, a tensor ``(W,)`` of the counts, and the sum of the counts.
+        Return three values: a list with one pair of tensors ``(W, C)``, a tensor ``(W,)`` with the counts, and the sum
+        of the counts.
 
         `count` is the number of elements per channel in this process. The statistics are sent in `dtype`, or in their
         own dtype if `dtype` is None. The sum is a tensor, so that the host does not wait for its value. If `count` is
         at most 1, the sum is an int instead, because the caller must then check whether the whole sum is 1.
         """
-        # Instead of the variance, some backends send another vector.
+        # Some backends send another vector instead of the variance, for example ``1 / sqrt(var + eps)``.
         mean, var = (tensor.to(dtype=dtype) for tensor in statistics)
         if mean.dim() > 1:  # (K, C), from K pieces of the input -> (C,)
             mean, var = merge_moments(mean, var, None)
@@ -160,8 +162,8 @@ def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
     the layer of this process only: in another process, the same number may belong to another layer.
 
     A layer without a number adopts the number from the other processes, because one process may continue with a new
-    copy of its model. If the layer is new in all processes, they adopt the largest number that any process proposed.
-    This number is unused in every process.
+    copy of its model. If the layer is new in all processes, the processes adopt the largest number that any process
+    proposed. This number is unused in every process.
 
     If two layers are swapped in one process from their first exchange on, this mistake is not detected.
     """

@@ -1,6 +1,6 @@
 """The private names of torch that this library uses, and marks for the compiler of torch.
 
-The comment at each private name describes the purpose of this name, and the loss if torch drops it.
+The comment at each private name tells why this library needs the name, and the consequence if torch drops the name.
 
 NOTE [private names]: Torch may rename or drop a private name in any version. So other files import it from this file,
 under a name of our own. Private attributes of public objects, such as `_version`, are the exception.
@@ -27,41 +27,42 @@ R = TypeVar("R")
 # `_forward_hooks_with_kwargs`.
 HOOKS_AND_FLAGS = tuple(name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name)
 HOOKS = tuple(name for name in HOOKS_AND_FLAGS if name.endswith("hooks"))
-# The base class of torch's batch norms. Without it, only torch's five public classes would be recognized as batch
-# norms, and not the classes that users derive from this base class.
+# The base class of torch's batch norms. Without this class, only torch's five public classes would be recognized as
+# batch norms, and not the classes that users derive from it.
 BatchNormBase = _BatchNorm
-# Switches off dispatch modes in a `with` block. Without it, a selective checkpoint would count the operators of a merge
-# of statistics, and expect them again in the recomputation, which does not merge.
+# Switches off dispatch modes in a `with` block. Without this function, a selective checkpoint would count the operators
+# of a merge of statistics, and expect them again in the recomputation, which does not merge.
 without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
-# Returns whether a transform of torch.func is active, such as vmap. Without it, replicas inside a transform would
-# return wrong outputs without an error.
+# Returns whether a transform of torch.func is active, such as vmap. Without this function, replicas inside a transform
+# would return wrong outputs without an error.
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Returns the number of the backward pass that runs in this thread, or -1. Without it, a layer could not recognize the
-# recomputation of a checkpoint, and would start a new exchange.
+# Returns the number of the backward pass that runs in this thread, or -1. Without this function, a layer could not
+# recognize the recomputation of a checkpoint, and would start a new exchange.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-# Returns whether autocast is on for any type of device. Without it, every exchange would have to switch off autocast,
-# even if autocast is not on.
+# Returns whether autocast is on for any type of device. Without this function, every exchange would have to switch off
+# autocast, even if autocast is not on.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-# Switches the recording of gradients on or off in this thread. Without it, every exchange would use `torch.no_grad`,
-# which takes ten times as long.
+# Switches the recording of gradients on or off in this thread. Without this function, every exchange would use
+# `torch.no_grad`, which takes ten times as long.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-# Return the number of modes that are on in this thread. Without them, a thread would keep the modes that a `forward`
-# left on, and the next replica in this thread would run with these modes.
+# Return the number of modes that are on in this thread. Without these functions, a thread would keep the modes that a
+# `forward` left on, and the next replica in this thread would run with these modes.
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# Returns whether the running backward pass retains the graph. Without it, no backward pass could free the saved inputs.
+# Returns whether the running backward pass retains the graph. Without this function, no backward pass could free the
+# saved inputs.
 retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-# Returns the saved-tensor hooks that are set in this thread, or None. Without it, the hooks of a checkpoint would not
-# get the tensors that this library saves.
+# Returns the saved-tensor hooks that are set in this thread, or None. Without this function, the hooks of a checkpoint
+# would not get the tensors that this library saves.
 saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-# Returns whether the running backward pass executes a given node of the graph. Without it, every backward pass would
-# compute the gradients of all inputs, even those that nobody needs.
+# Returns whether the running backward pass executes a given node of the graph. Without this function, every backward
+# pass would compute the gradients of all inputs, even those that nobody needs.
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-# Returns the compiler that is active in this thread, or None. Without it, every call of a layer would go through
-# `torch.compiler.disable`, which takes time.
+# Returns the compiler that is active in this thread, or None. Without this function, every call of a layer would go
+# through `torch.compiler.disable`, which takes time.
 active_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-# Copies a list of tensors by one operator. Without it, a copy to several devices would take one operator for each
-# device.
+# Copies a list of tensors by one operator. Without this function, a copy to several devices would take one operator for
+# each device.
 foreach_copy: Callable[..., None] = torch._foreach_copy_
 
 
@@ -71,7 +72,10 @@ def fast_apply(function: type[torch.autograd.Function]) -> Any:
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has gradient hooks. Autograd calls them with None if the tensor gets no gradient."""
+    """Return whether a tensor has gradient hooks.
+
+    Autograd calls gradient hooks with None if the tensor gets no gradient.
+    """
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
@@ -110,7 +114,7 @@ REASON = (  # The compiler shows this text with `fullgraph=True`.
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that `torch.compile` never compiles it.
 
-    `torch.compiler.disable` does the same, but takes more time in each call.
+    `torch.compiler.disable` has the same effect, but takes more time in each call of the function.
     """
     disabled: Callable[P, R] | None = None
 

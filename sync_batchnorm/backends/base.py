@@ -76,8 +76,8 @@ def single_value_error(shapes: Sequence[torch.Size]) -> ValueError:
 def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[Tensor, Tensor]:
     """Merge the means and biased variances of K pieces of the data into the mean and variance of the whole data.
 
-    Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979;
-    here for any number of pieces.
+    The formula is from Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances", 1979. This function applies the formula to any number of pieces.
 
     Args:
         mean, var: ``(K, C)`` each.
@@ -110,7 +110,7 @@ class RunningStatistics(NamedTuple):
         channel. The running variance moves towards the unbiased variance.
         """
         if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)  # This changes the version counter of the buffer, as in torch.
+            self.num_batches_tracked.add_(1)  # The addition changes the version counter of the buffer, as in torch.
         if self.mean is None or (isinstance(count, int) and count == 0):
             return
         # Write into the buffers through `data`, so that their version counters stay as they are, as in torch's own
@@ -126,7 +126,7 @@ class RunningStatistics(NamedTuple):
 
 
 class BatchStatistics(NamedTuple):
-    """The merged statistics of one call of a layer, and all other facts about this call that its replicas share.
+    """The merged statistics of one call of a layer, and everything else about this call that all replicas share.
 
     The tensors in this tuple are not in the autograd graph.
     """
@@ -141,7 +141,7 @@ class BatchStatistics(NamedTuple):
     # A mask of the channels in which eps replaces a smaller variance. It is None if eps is added to the variance.
     clamped: Tensor | None
     parameters_differ: bool  # whether replicas may use different weights or biases in this call
-    # A function that adds up a tensor over all processes. None if there are no other processes.
+    # A function that adds up a tensor over all processes; None if there are no other processes.
     reduce: Callable[[Tensor], Tensor] | None
     lease: Lease  # the lease of the workspace (memory that later exchanges use again) in which `mean_invstd` may lie
 
@@ -151,7 +151,9 @@ class BatchStatistics(NamedTuple):
         return self.elements if isinstance(self.elements, Tensor) else max(self.elements, 1)
 
     def totals(self, sums: Sequence[Pair], workspace: Workspace) -> Tensor:
-        """Add up the sums for the backward pass, a pair of vectors for each replica, over all replicas and processes.
+        """Add up the sums of the backward pass over all replicas and processes.
+
+        Each replica contributes a pair of vectors.
 
         Return the total of the first vectors and the total of the second vectors, in one tensor ``(2 * C,)``.
         """
@@ -317,12 +319,12 @@ class Backend:
 def _input_gradient(replica: BackwardInput, normalized: Tensor, invstd: Tensor, means: Tensor) -> Tensor:
     """Return the gradient of one replica's input, ``invstd * (dy - mean_dy - normalized * mean_dy_normalized)``.
 
-    In this formula, dy is the gradient of the replica's output times its weight, and `normalized` is the replica's
-    normalized input. `means`, ``(2 * C,)``, contains the two means, which are taken over all replicas.
+    In this formula, dy is the gradient of the replica's output, multiplied by the replica's weight, and `normalized` is
+    the replica's normalized input. `means`, ``(2 * C,)``, contains the two means, which are taken over all replicas.
     """
     mean_dy, mean_dy_normalized = means.to(replica.input.device, non_blocking=True).chunk(2)
-    # The first operand of an expression determines the memory format of the result, so it must be as large as the
-    # input.
+    # The first operand of an expression determines the memory format of the result. So the first operand must be as
+    # large as the input.
     grad_input = normalized * -per_channel(mean_dy_normalized, normalized) - per_channel(mean_dy, normalized)
     if replica.grad_output is not None:
         dy = replica.grad_output.to(normalized.dtype)
@@ -345,8 +347,8 @@ def _statistics_in_graph(replicas: Sequence[BackwardInput], batch: BatchStatisti
         sums.append(move_pair(pair, batch.master_device))
     moments = batch.totals(sums, Workspace()) / batch.divisor
     # The moments are taken about the mean of the forward pass, which is a constant for autograd. So the derivatives of
-    # the mean and the variance are exact, in any order. `first` and `second` are zero, but for autograd they are
-    # functions of the inputs.
+    # the mean and the variance are exact, in any order. The values of `first` and `second` are zero, but autograd knows
+    # them as functions of the inputs.
     first, second = (moments - moments.detach()).chunk(2)
     mean, invstd = batch.mean_invstd[batch.master_device]
     var_change = second - first.square()

@@ -4,9 +4,9 @@ NOTE [fast and exact statistics]: One operator of torch computes the statistics 
 variance is accurate to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and meaningless once the mean is 1e4 standard
 deviations. So each replica checks whether its fast statistics are precise enough:
 
-    fast_moments --> is_precise? -- yes --> send them
-                          |
-                          no ----> exact_moments --> send those
+    fast_moments --> is_precise? -- no --> exact_moments --+
+                          |                                |
+                          +--------- yes ------------------+--> send (mean, variance)
 
 The exact statistics are computed after the fast mean was subtracted from the input. They are accurate to 1e-6 for any
 mean and variance, but need two more passes over the input.
@@ -38,12 +38,12 @@ from .base import (
 
 __all__: list[str] = []
 
-# The largest ratio `mean^2 / (var + eps)` for which the fast statistics are used. It was measured on random and
+# The largest ratio `mean^2 / (var + eps)` for which the fast statistics are used. This limit was measured on random and
 # adversarial inputs; see the page how-it-works.md.
 LARGEST_RATIO = 256.0
 
-# The largest width, in elements, of a row in the view of a channels-last input. The operator for statistics adds up
-# such an input row by row, and loses fewer digits if there are fewer and wider rows.
+# The operator for statistics adds up a channels-last input row by row, and loses fewer digits if there are fewer rows.
+# So a view joins several rows into one wider row. A wider row has at most this number of elements.
 WIDTH = 2048
 
 UNUSED_MOMENTUM = 0.1  # a value for operators that require a momentum even without running statistics
@@ -67,7 +67,8 @@ def as_batch_norm_arguments(slope: Tensor, offset: Tensor) -> AffineArguments:
 class Cpu(Backend):
     """Batch normalization on the CPU. Statistics are merged in float64.
 
-    All replicas are on the same device, so they share one tensor of means and one of inverse standard deviations.
+    All replicas are on the same device, so they share one tensor of means and one tensor of inverse standard
+    deviations.
     """
 
     merge_dtype = torch.float64
@@ -89,8 +90,8 @@ class Cpu(Backend):
             if affine is None or batch.parameters_differ:
                 weight, bias = call.layer.weight, call.layer.bias
                 slope = (invstd if weight is None else invstd * weight).to(statistics_dtype(call.input.dtype))
-                # The output is `input * slope + offset`. The offset is computed from the rounded slope, so that
-                # `input * slope` and `mean * slope` cancel to the last digit if the input is equal to the mean.
+                # The output is `input * slope + offset`, and the offset contains `-mean * slope`. Both products use the
+                # same rounded slope, so they cancel to the last digit if an input value is equal to the mean.
                 offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
                 affine = as_batch_norm_arguments(slope, offset.to(slope.dtype))
             # Write the output into given memory, because torch then raises an error for an input with a tangent of
@@ -139,7 +140,7 @@ def _sums(replicas: Sequence[BackwardInput], batch: BatchStatistics, dtype: torc
 
 
 def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: torch.dtype) -> AffineArguments:
-    """Return the terms that the gradients of all inputs have in common, as a function of the input x.
+    """Return the part of the input gradient that is the same function of the input x in all replicas.
 
     The function is ``-factor / N * (sum dy + (x - mean) * invstd * sum dy_normalized)``, with sums over all replicas.
     If the parameters of replicas differ, the caller multiplies dy by the weights before it adds up dy, and passes the
@@ -148,8 +149,8 @@ def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: t
     mean, invstd = batch.mean_invstd[batch.master_device]
     terms = batch.complete(sums.sum(0)) * factor
     offset, normalized_term = terms.div_(-batch.elements).unbind()
-    # The result is `input * slope + offset`. The offset is computed from the rounded slope, so that `input * slope` and
-    # `mean * slope` cancel to the last digit if the input is equal to the mean.
+    # The result is `input * slope + offset`, and the offset contains `-mean * slope`. Both products use the same
+    # rounded slope, so they cancel to the last digit if an input value is equal to the mean.
     slope = (normalized_term * invstd).to(dtype)
     offset = torch.addcmul(offset, slope, mean, value=-1).to(dtype)
     return as_batch_norm_arguments(slope, offset)
@@ -158,7 +159,7 @@ def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: t
 def _input_gradient(replica: BackwardInput, common_terms: AffineArguments, factor: Tensor) -> Tensor:
     """Return the gradient of the input of one replica: ``common_terms(x) + factor * dy``."""
     input, dy, dtype = replica.input, replica.grad_output, factor.dtype
-    is_half = input.dtype != dtype  # If this is False, skip calls of `to`: even a call without effect takes time.
+    is_half = input.dtype != dtype  # Call `to` only for half precision: even a call without effect takes time.
     grad_input = apply_affine(input.to(dtype) if is_half else input, common_terms)
     if dy is not None:
         grad_input.addcmul_(dy.to(dtype) if is_half else dy, per_channel(factor, input))
@@ -186,7 +187,7 @@ Moments = tuple[Tensor, Tensor]  # mean and biased variance of K equal pieces, `
 def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
     """Compute the mean and variance of `input` by a fast operator, which loses digits if the mean is large.
 
-    Also return memory that the output of the layer may be written into, or None.
+    The second item of the result is memory into which the layer may write its output, or None.
     """
     size, channels = input.shape[:2]
     half = input.dtype in (torch.float16, torch.bfloat16)
@@ -197,14 +198,14 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
             pieces = _number_of_pieces(rows, channels)
             view = channels_last.as_strided((rows // pieces, pieces * channels), (pieces * channels, 1))
             # For a float16 or bfloat16 input, the operator returns float32 statistics only if it also gets float32
-            # running statistics. Pass such running statistics, and discard them.
+            # running statistics. So pass float32 running statistics, and discard them afterwards.
             running_mean = torch.zeros(pieces * channels, dtype=torch.float32, device="cpu") if half else None
             running_var = None if running_mean is None else running_mean.clone()
             mean, var = torch.batch_norm_update_stats(view, running_mean, running_var, UNUSED_MOMENTUM)
             return (mean.view(pieces, channels), var.view(pieces, channels)), None
         input = input.contiguous()
-    # Treat each channel of each sample as a group of its own. For a float16 or bfloat16 input, the operator returns
-    # float32 statistics only if the weight is float32, so pass a weight of ones.
+    # Call group norm with one group for each channel of each sample. For a float16 or bfloat16 input, the operator
+    # returns float32 statistics only if the weight is float32, so pass a weight of ones.
     length = input.numel() // (size * channels)
     weight = torch.ones(channels, dtype=torch.float32, device="cpu") if half else None
     memory, mean, invstd = torch.native_group_norm(input, weight, None, size, channels, length, channels, 0.0)
@@ -213,10 +214,10 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
 
 @functools.lru_cache(maxsize=1024)
 def _number_of_pieces(rows: int, channels: int) -> int:
-    """Return the number of equal pieces into which to cut the rows of an input, each of `channels` elements.
+    """Return the number of equal pieces into which to cut the rows of an input. Each row has `channels` elements.
 
-    It is the largest number for which all pieces have equally many rows, and one row of each piece, side by side, fit
-    into `WIDTH` elements.
+    All pieces get equally many rows, and one row of each piece, put side by side, fit into `WIDTH` elements. The result
+    is the largest possible number of pieces.
     """
     return next((pieces for pieces in range(min(rows, WIDTH // channels), 1, -1) if rows % pieces == 0), 1)
 
@@ -232,7 +233,8 @@ def is_precise(mean: Tensor, var: Tensor, eps: float) -> bool:
 def exact_moments(input: Tensor, fast_mean: Tensor, memory: Tensor | None) -> Moments:
     """Compute the mean and variance of `input` precisely: first subtract `fast_mean`, its approximate mean.
 
-    `memory` is the memory for the output of the layer, or None. The result of the subtraction may be written into it.
+    `memory` is the memory for the output of the layer, or None. The result of the subtraction may be written into this
+    memory.
     """
     # Do not subtract a mean that is infinite or NaN, because it would turn finite values into infinite values or NaN.
     shift = torch.nan_to_num(fast_mean.mean(0), 0.0, 0.0, 0.0)

@@ -1,8 +1,8 @@
 """Batch normalization on CUDA, with the operators that `torch.nn.SyncBatchNorm` uses.
 
 The time of a training step depends on the host, which launches the kernels, rather than on the kernels themselves. So
-this file saves operators and kernel launches, not arithmetic. NOTE [tried on CUDA], at the end of the file, lists
-changes without a gain.
+this file uses few operators and kernel launches, even if they compute more. NOTE [tried on CUDA], at the end of the
+file, lists changes without a gain.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Cuda(Backend):
     """Batch normalization on CUDA.
 
     The statistics of one replica's input are two vectors ``(C,)``: the mean, and ``1 / sqrt(var + eps)`` in place of
-    the variance. The input is not cut into pieces.
+    the variance. Both vectors are computed from the whole input, not from pieces of it.
     """
 
     def statistics(self, input: Tensor, eps: float) -> tuple[Pair, Tensor | None]:
@@ -57,7 +57,8 @@ class Cuda(Backend):
         if isinstance(total, int) and total == 0:
             return super().merge(statistics, counts, total, layer, workspace)
         if isinstance(counts, Tensor):
-            # The kernel divides by the number of elements of the first process. Replace a zero by a tiny number.
+            # The kernel divides by the number of elements of the first process. If this number is zero, pass a tiny
+            # number instead.
             (means, invstds), count_vector = statistics[0], counts.clamp(min=1e-30)
         else:
             workspace = workspace or Workspace()
@@ -146,7 +147,8 @@ def _sums(replica: BackwardInput, grad_output: Tensor, batch: BatchStatistics) -
 def _input_gradient(replica: BackwardInput, totals: Pair, count: int, batch: BatchStatistics) -> Tensor | None:
     """Return the gradient of one replica's input, or None if the backward pass does not need it.
 
-    `totals` are the two sums of the backward pass over all replicas. Divided by `count`, they are means.
+    `totals` are the two sums that the backward pass needs, added up over all replicas. Divided by `count`, the sums are
+    means.
     """
     input, grad_output, weight = replica.input, replica.grad_output, replica.weight
     if not replica.wants_input:
@@ -175,7 +177,7 @@ _count_vectors: dict[tuple[torch.Stream, tuple[int, ...], torch.dtype], Tensor] 
 
 
 def _count_vector(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return `counts` as a vector on `device`. The vector must be used only on the present current stream."""
+    """Return `counts` as a vector on `device`. The vector must be used only on the stream that is current now."""
     stream = torch.accelerator.current_stream(device.index)
     vector = _count_vectors.get((stream, counts, dtype))
     if vector is None:

@@ -8,8 +8,9 @@ stream enters the default stream for the call of a layer:
                                    wait |                       | wait
     default stream                      +--- batch norm --------+
 
-Therefore all tensors of an exchange belong to default streams, and other files need no code for streams. If a process
-runs a single replica, this replica stays on its current stream, so that a CUDA graph can capture the layer.
+Layers run on default streams, so all tensors of an exchange belong to default streams, and other files need no code for
+streams. If a process runs a single replica, this replica stays on its current stream, so that a CUDA graph can capture
+the layer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,8 +43,8 @@ def on_default_streams(
 ) -> T:
     """Run `function(*args)` on the default streams of distinct `devices`, and return the result.
 
-    The function's kernels run after earlier kernels on this thread's current streams, and before later kernels there.
-    `inputs` are the tensors that the function reads.
+    The kernels of the function run in order with other kernels on this thread's current streams: after all earlier
+    kernels, and before all later ones. `inputs` are the tensors that the function reads.
     """
     streams = _default_streams_to_enter(devices)
     return on_streams(streams, inputs, function, *args) if streams else function(*args)
@@ -52,7 +53,8 @@ def on_default_streams(
 def on_streams(streams: Sequence[Any], inputs: Iterable[Tensor | None], function: Callable[..., T], *args: Any) -> T:
     """Run `function(*args)` on other streams, and return the result. `inputs` are the tensors that the function reads.
 
-    The function's kernels run after earlier kernels on this thread's current streams, and before later kernels there.
+    The kernels of the function run in order with other kernels on this thread's current streams: after all earlier
+    kernels, and before all later ones.
     """
     with _enter_streams(streams):
         _record_on_current_streams(inputs)
@@ -90,7 +92,7 @@ def _record_on_current_streams(values: Iterable[Any]) -> None:
         if isinstance(value, Tensor) and value.is_cuda:
             try:  # `contextlib.suppress` would take as long as all other lines of this function.
                 value.record_stream(torch.accelerator.current_stream(value.device.index))
-            except RuntimeError:  # `record_stream` fails for batched gradients: they have no memory of their own.
+            except RuntimeError:  # `record_stream` fails for batched gradients, which have no memory of their own.
                 continue
 
 
@@ -101,7 +103,7 @@ def in_order_with_engine(
 
     The autograd engine knows a single stream for a node: the stream of the node's first output, on the first device. It
     assumes that incoming and returned gradients are ready on that stream. So the streams of all other devices wait for
-    this stream before the function runs, and this stream waits for them afterwards.
+    that stream before the function runs, and that stream waits for all other streams afterwards.
     """
     if devices[0].type != "cuda":
         return function(*args)

@@ -9,11 +9,12 @@ run on the default streams, in launch order (NOTE [streams]). So it is free as s
 that reads it. A `Lease` marks this time: the workspace is free once no references to its lease are left. Every owner of
 vectors in a workspace refers to the lease:
 
-    the pair that `move_pair` returns   ---+
-    a running backward pass             ---+---> Lease ---> Workspace
-    `BatchStatistics`, in the graph     ---+       ^
-    and in checkpoints                             | weak reference
                                              WorkspacePool
+                                                   | weak reference
+    the pair that `move_pair` returns   ---+       v
+    a running backward pass             ---+---> Lease ---> Workspace
+    `BatchStatistics`, in the graph     ---+
+    and in checkpoints                  ---+
 
 The pool holds a weak reference to each lease, with `list.append` as its callback. When a lease is deleted, the callback
 adds the weak reference to a list, and the next exchange looks for free workspaces in this list. A finalizer written in
@@ -80,7 +81,7 @@ class Workspace:
     def stack(self, pairs: Sequence[Pair]) -> Tensor:
         """Copy these pairs of vectors into `rows`, one pair into each row, and return `rows`.
 
-        Set `halves` to two views of `rows`: the first vectors of all pairs, and their second vectors, ``(R, C)`` each.
+        Set `halves` to two views of `rows`, ``(R, C)`` each: the first vectors of all pairs, and all second vectors.
         """
         vectors = [vector for pair in pairs for vector in pair]
         if self.rows is None or len(self.rows) != len(pairs):
@@ -94,8 +95,8 @@ class Workspace:
     def broadcast(self, flat: Tensor, devices: Sequence[torch.device]) -> Mapping[torch.device, Pair]:
         """Copy a pair of vectors to several devices, and return the pair on each device.
 
-        `flat` is a tensor on the first device that contains both vectors. The first call keeps `flat` as `self.flat`.
-        Later calls must pass the same tensor, filled with new vectors.
+        The tensor `flat` lies on the first device, and contains both vectors. The first call keeps `flat` as
+        `self.flat`. Later calls must pass the same tensor, filled with new vectors.
         """
         if self.flat is None:
             self._copies = [flat.to(device, non_blocking=True) for device in devices[1:]]
@@ -125,17 +126,20 @@ class Lease:
         by_kind = None if pools is None or len(devices) == 1 or devices[0].type != "cuda" else pools()
         try:
             if by_kind is not None and vector.data_ptr():
-                # A tensor that was made in inference mode cannot be overwritten outside of it, so inference mode uses
-                # other pools.
+                # A tensor that was made in inference mode cannot be overwritten outside of inference mode. So calls in
+                # inference mode use pools of their own.
                 kind = devices, vector.shape, vector.dtype, torch.is_inference_mode_enabled()
                 pool = by_kind.get(kind) or by_kind.setdefault(kind, WorkspacePool())
         except RuntimeError:
-            pass  # Batched gradients raise an error here: they have no memory, and cannot be copied into a workspace.
+            pass  # Batched gradients have no memory that could be copied into a workspace, so they raise an error here.
         self.workspace = Workspace() if pool is None else pool.take(self)
 
 
 class LeasedPair(tuple[Tensor, ...]):
-    """A pair of tensors in a workspace. It holds the lease, so the workspace stays in use while the pair is alive."""
+    """A pair of tensors in a workspace, with the lease of the workspace.
+
+    The workspace stays in use while the pair is alive, because the pair refers to the lease of the workspace.
+    """
 
     lease: Lease
 

@@ -10,8 +10,8 @@ computes two sums for each replica, adds up the sums of all replicas, and comput
     grad_output of replica 1 ---> sums 1 ---+           +---> grad_input of replica 1
 
 The node reads the input and the weight of each replica from a `Saved` object of this replica. Replica 0 prepares
-everything else for the backward pass before it answers the other replicas. It must do so on every device, because one
-replica may start a backward pass while the threads of the others are still asleep.
+everything else for the backward pass, on every device, before it answers the other replicas. Afterwards may be too
+late: one replica may start a backward pass while the threads of the other replicas are still asleep.
 
 NOTE [who saves]: The obvious way to save input and weight for the backward pass is `ctx.save_for_backward` in the node
 of the call. This fails in two ways. First, the saved-tensor hooks of every replica would run in the thread of replica
@@ -34,7 +34,8 @@ tensors of an activation checkpoint on another device, the nodes of that device 
 their own thread at the same time, and torch would raise an error. So with saved-tensor hooks on several devices, each
 replica gets another node, `_Unpack`, on its own device. It unpacks the tensors first:
 
-    order of the backward pass: outputs --> join --> one `_Unpack` for each replica --> node of all replicas --> inputs
+    loss --> outputs --> join --> one `_Unpack` for each replica --> node of all replicas --> inputs
+    ----- order in which the engine runs the nodes in the backward pass ------------------------>
 
 The join is an autograd node on the outputs of all replicas. If the output of any replica is in the loss, the engine
 runs the join, and therefore also the `_Unpack` nodes of all replicas.
@@ -87,8 +88,8 @@ class Saved:
         # The saved input. With saved-tensor hooks, `pack` replaces the input by the output of an autograd node that
         # owns the saved tensors. A backward pass that does not retain the graph sets this attribute to None.
         self.kept: Any = input
-        # No backward pass drops the weight, which is a small vector. If input and weight were both dropped, a thread
-        # could read the input, and another thread could drop the weight before the first thread reads the weight.
+        # A backward pass drops the input, but never the weight, which is a small vector. If it dropped both, one thread
+        # could read the input, and another thread could drop the weight before the first thread reads it.
         self._weight = weight
         self._input_version, self._weight_version = input._version, 0 if weight is None else weight._version
         if has_hooks:
@@ -108,7 +109,7 @@ class Saved:
             self._weight = None  # From now on, the saved-tensor hooks decide whether the weight stays in memory.
 
     def read(self, grad_output: Tensor | None) -> BackwardInput | None:
-        """Return the input of this replica's backward pass, or None if the running backward pass does not need it.
+        """Return the data for the backward pass of one replica, or None if the running backward pass needs no data.
 
         `grad_output` is the gradient of this replica's output, or None if the output is not in the loss.
         """
@@ -201,7 +202,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, batch: BatchStatistics, saved: Sequence[Saved], outputs: Sequence[Tensor], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return the outputs of all replicas, as functions of the replicas' inputs, weights and biases.
+        """Return the outputs of all replicas, as functions of the inputs, weights and biases in the autograd graph.
 
         `tensors` are the input, weight and bias of the first replica, then of the second replica, and so on.
         """
@@ -265,8 +266,8 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of all replicas in one flat list.
 
-    The list begins with the gradients of the first replica's input, weight and bias. Those of the second replica
-    follow, and so on.
+    The list begins with the gradients of the first replica's input, weight and bias. The three gradients of the second
+    replica follow, and so on.
     """
     inputs: dict[Saved, BackwardInput] = {}
     for saved, grad_output in zip(all_saved, grad_outputs, strict=True):
@@ -276,8 +277,8 @@ def _gradients(
     computed = dict(zip(inputs, backend.gradients(list(inputs.values()), batch), strict=True))
     if not retains_graph():
         for saved in inputs:
-            # Drop the saved input after its last use in this backward pass. The CUDA streams are still in order with
-            # the autograd engine here.
+            # Drop the saved input after its last use in this backward pass. Drop it here, while the CUDA streams are
+            # still in order with the autograd engine.
             saved.kept = None
     gradients: list[Tensor | None] = []
     for saved in all_saved:

@@ -14,6 +14,7 @@ one autograd node, and answers each replica with its output:
       normalize the inputs of all replicas
       make one node with the outputs of all replicas
     return its output    ------- Answer ------> return its output
+    ---------------------------------------------------------------
 
 The functions below stand in this order. Replicas wait in `connection.pipe.run`: see `meeting/coordinator.py`.
 """
@@ -81,7 +82,8 @@ def _exchange_without_modes(
 
     The dispatch modes of a selective checkpoint count the operators of its forward pass, and expect the same operators
     in the recomputation. But a recomputation of this layer does not exchange, so it runs fewer operators. The modes
-    would also keep the results of operators, including memory that is filled only later.
+    would also keep the results of operators, including memory that is filled only later. So the exchange runs without
+    these modes.
 
     Autocast would concatenate the statistics of replicas in a dtype of its own, or refuse tensors of other dtypes.
     """
@@ -168,12 +170,13 @@ def merge_replicas(
     saved_of_first = sent[0][1]
     if first.connection.pipe is None and saved_of_first is not None and saved_of_first.has_hooks:
         # This process runs a single replica, which did not give its tensors to the saved-tensor hooks yet. If there are
-        # several replicas, each does this before it sends its message.
+        # several replicas, each replica gives its tensors to the hooks before it sends its message.
         saved_of_first.pack()
     normalized = first.backend.normalize(calls, batch)
     merged = batch, (statistics, counts, total)
     # In the forward pass of an activation checkpoint, either saved-tensor hooks are set, or no graph is recorded. Only
-    # then does a replica get the merged statistics, because they keep the messages of all replicas in memory.
+    # then does a replica get the merged statistics, because the merged statistics keep the messages of all replicas in
+    # memory.
     may_repeat = [saved is None or saved.has_hooks for _, saved in sent]
     outputs = connect_to_graph(sent, normalized, batch)
     answers = [(output, merged if repeats else None) for output, repeats in zip(outputs, may_repeat, strict=True)]

@@ -19,8 +19,8 @@ On one device, torch's batch norm updates the running statistics a second time i
 replica 0 does the same: it merges the remembered statistics of all replicas again. The update comes before the tensors
 are saved, because a checkpoint ends the recomputation once the last tensor is saved.
 
-In a process with a single replica, a recomputation does exchange again with the other processes. All processes
-recompute the same layers in the same order, so this does not deadlock.
+In a process with a single replica, a recomputation does exchange again with the other processes. This cannot deadlock,
+because all processes recompute the same layers in the same order.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def recompute(call: ReplicaCall, saved: Saved | None) -> Tensor:
 
 
 def _find_repeated(call: ReplicaCall) -> RememberedCall:
-    """Return the remembered call of the forward pass that `call` repeats.
+    """Return the earlier call that `call` recomputes, from the remembered calls of the forward pass.
 
     If several calls are remembered, the input of the right call had the same statistics as the input of `call`.
     """

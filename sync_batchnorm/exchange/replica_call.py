@@ -1,4 +1,6 @@
-"""The objects that describe one call of a layer. One thread builds each object, and then hands it over to its readers.
+"""The objects that describe one call of a layer.
+
+Each object is built by one thread, and then handed over to the threads that read it:
 
     object             built by                                      read by
     ------             --------                                      -------
@@ -28,9 +30,10 @@ __all__: list[str] = []
 # The statistics of all replicas before the merge, the number of elements per channel of each replica, and the sum of
 # these numbers.
 GatheredStatistics = tuple[Sequence[Sequence[Tensor]], Counts, int | Tensor]
-Merged = tuple[BatchStatistics, GatheredStatistics]  # the statistics of all replicas, after and before the merge
-# The answer of replica 0 to one replica: the output of this replica, and the merged statistics if an activation
-# checkpoint may repeat the call, otherwise None.
+# The merged statistics, and the separate statistics of each replica.
+Merged = tuple[BatchStatistics, GatheredStatistics]
+# The answer of replica 0 to one replica: the output of this replica, and the merged statistics. The merged statistics
+# are None unless an activation checkpoint may repeat the call.
 Answer = tuple[Tensor, Merged | None]
 
 

@@ -86,7 +86,7 @@ class Coordinator:
             self._records[number] = Record(number, device, SimpleQueue())
         self._listed = list(self._records.values())
         self._waiting: list[Record] = []  # the records of waiting replicas, in the order in which they began to wait
-        self._turns: Turns | None = None  # None if replicas do not take turns, but run at the same time
+        self._turns: Turns | None = None  # the turns of the replicas; None if the replicas run at the same time
         self._one_has_ended = False
         self._broken: ReplicaSyncError | None = None  # the error that broke the forward pass; each replica gets a copy
         self._end_of_patience = inf
@@ -98,7 +98,7 @@ class Coordinator:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the forward pass broke so long ago that replicas still running now count as stuck."""
+        """Whether the forward pass broke long ago, so that a replica that still runs counts as stuck."""
         return monotonic() > self._end_of_patience
 
     def who(self, number: int) -> str:
@@ -108,7 +108,7 @@ class Coordinator:
     def runs_here(self, number: int) -> bool:
         """Return whether the current thread is the thread that runs this replica.
 
-        A thread that only inherited the context variables of the replica does not run the replica.
+        The result is False in a thread that only inherited the context variables of the replica.
         """
         return self._listed[number].thread == get_ident()
 
@@ -117,7 +117,7 @@ class Coordinator:
     def expect(self, numbers: Collection[int]) -> None:
         """Mark all replicas without an input as ended, so that no other replica waits for them.
 
-        `numbers` are the replicas that do get an input. Call this method before any replica runs.
+        `numbers` are the numbers of the replicas that get an input. Call this method before any replica runs.
         """
         for record in self._listed:
             if record.number not in numbers:
@@ -217,7 +217,7 @@ class Coordinator:
             sleep(0.01)
 
     def take_failure(self) -> tuple[str, BaseException] | None:
-        """Return the name and the error of the failed replica to report, or None if no replica failed.
+        """Choose the failed replica to report, and return its name and its error; return None if no replica failed.
 
         If several replicas failed, choose one by three rules. First, prefer a replica that failed by itself to a
         replica that was stopped. Second, prefer any other error to a `ReplicaSyncError`. Third, prefer the replica with
@@ -231,8 +231,8 @@ class Coordinator:
                     order = record.was_released, isinstance(error, ReplicaSyncError), record.number
                     failures.append((order, str(record), error))
                     record.failure = None
-            # If no replica failed, but some replicas did not end in time after a break, report the error of the break
-            # for them.
+            # If no replica failed, but some replicas did not end in time after the forward pass broke, report the error
+            # that broke the forward pass.
             if not failures and self.has_given_up:
                 for record in self._records.values():
                     if record.was_released:
@@ -253,7 +253,7 @@ class Coordinator:
                 self._raise_broken(record)
             is_busy = record.waits_in is not None or identifier in rendezvous.messages
             is_ready = self._turns is not None and record in self._turns.ready
-            # An item in the mailbox is an answer that another thread of this replica has not taken yet.
+            # If the mailbox holds an answer, another thread of this replica has not taken the answer yet.
             if is_busy or is_ready or not record.mailbox.empty():
                 # Release all replicas with an error, because an error in this thread alone may never reach the caller.
                 self._break(
@@ -262,7 +262,7 @@ class Coordinator:
                     "layers in the thread that runs forward"
                 )
                 self._raise_broken(record)
-            # No variable refers to all messages: it would keep all tensors in them alive until this replica wakes up.
+            # Use no variable for all messages: it would keep their tensors alive until this replica wakes up.
             rendezvous.messages[identifier] = message
             self._waiting.append(record)
             record.waits_in, number_of_messages = rendezvous, len(rendezvous.messages)
@@ -280,7 +280,7 @@ class Coordinator:
             return self._wait(record)
 
     def answer(self, rendezvous: Rendezvous, answers: dict[Hashable, Any]) -> None:
-        """Deliver the answers of the master to all slaves. This completes the exchange."""
+        """Deliver the answers of the master to all slaves, and thereby complete the exchange."""
         with self._lock:
             if self._broken is not None:
                 self._raise_broken(self._records[rendezvous.members[MASTER]])
@@ -313,7 +313,7 @@ class Coordinator:
     def _restart_or_break(self, record: Record, since: float) -> float:
         """Break the forward pass if the timeout is over for a wait that began at the time `since`.
 
-        If the replica may wait longer, return the time from which its timeout counts now.
+        Return the new start of the wait: the timeout of the replica counts from this time.
         """
         with self._lock:
             now = monotonic()
@@ -334,7 +334,7 @@ class Coordinator:
         return self._records[number]
 
     def _deliver(self, record: Record, value: Any) -> None:
-        """Deliver `value` to a replica that waits for it: at once or, if replicas take turns, at its next turn."""
+        """Deliver `value` to a replica that waits for it: at once, or at its next turn if replicas take turns."""
         if self._turns is None:
             # Put the item into the mailbox before anything else, so that the replica continues even if Ctrl-C comes
             # next.
@@ -421,8 +421,8 @@ class Coordinator:
     def _break_by_timeout(self, record: Record) -> None:
         """Break the forward pass, because this replica waited for longer than the timeout, in a layer or for its turn.
 
-        The error names the replicas for which this replica waited. Notes on the error show the call stacks of those
-        replicas, if they are still running.
+        The error names the replicas for which this replica waited. If those replicas still run, notes on the error show
+        their call stacks.
 
         If this replica waits for its turn while another replica waits in a layer, the error describes the wait in the
         layer, because that wait is nearer to the cause.

@@ -33,11 +33,13 @@ def strip_frames(error: BaseException, who: str, fact: str = "") -> BaseExceptio
     If an earlier forward pass raised the same exception object, the new note replaces the note of that forward pass.
     """
     notes = vars(error).get("__notes__", [])
-    if not isinstance(notes, list):  # A user set `__notes__` to a value of their own, so keep the traceback.
+    # The user set `__notes__` to a value other than a list. No note can be added to such a value, so keep the
+    # traceback.
+    if not isinstance(notes, list):
         return error
     try:
         formatter = TracebackException.from_exception(error)
-        formatter.__notes__ = None  # The exception keeps its notes, so the text of the traceback must not repeat them.
+        formatter.__notes__ = None  # The exception keeps its notes, so leave them out of the traceback's text.
         text = "".join(formatter.format())
     except Exception:  # Python cannot format every exception: a SyntaxError without a line fails.
         text = "".join(format_tb(error.__traceback__))

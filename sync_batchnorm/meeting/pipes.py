@@ -1,11 +1,12 @@
-"""`SyncMaster` and `SlavePipe`, the two ends of an exchange between replicas.
+"""`SyncMaster` and `SlavePipe`, the two endpoints of an exchange between replicas.
 
 Each replica sends a message. The master collects the messages, passes them to its callback, and sends an answer to each
 slave:
 
-    SlavePipe.run(message) ------+                               +----> returns the answer for this slave
+    sent by                         in the master's thread            returned by
+    SlavePipe.run(message) ------+                               +----> SlavePipe.run(...)
                                  +--> callback(all messages) ----+
-    SyncMaster.run(message) -----+      in the master's thread   +----> returns the answer for the master
+    SyncMaster.run(message) -----+                               +----> SyncMaster.run(...)
 
 A replication callback, such as `__data_parallel_replicate__`, makes both ends before the replicas run. Replicas wait
 for messages and answers in the coordinator of the forward pass; see `coordinator.py`.
@@ -28,7 +29,7 @@ MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
 
 @dataclass
 class RunningCallback:
-    """The replication callback that runs in this thread: the forward pass, replica and submodule of its call."""
+    """The replication callback that runs in this thread now: its forward pass, its replica and its submodule."""
 
     coordinator: Coordinator
     number: int = 0  # the number of the replica
@@ -39,7 +40,7 @@ running_callback: ContextVar[RunningCallback | None] = ContextVar("sync_batchnor
 
 
 class _Member:
-    """The base class of `SyncMaster` and `SlavePipe`: the end of one replica in an exchange with other replicas."""
+    """The base class of `SyncMaster` and `SlavePipe`: the endpoint of one replica in an exchange between replicas."""
 
     _coordinator: Coordinator
     _rendezvous: Rendezvous
@@ -47,7 +48,7 @@ class _Member:
 
     @property
     def where(self) -> str:
-        """The name of the layer and the number of the replica, for errors."""
+        """The name of the layer and the number of the replica, for error messages."""
         return f"{self._rendezvous.name}, replica {self._rendezvous.members[self.identifier]}"
 
     def _interrupt(self, error: BaseException) -> None:
@@ -55,7 +56,7 @@ class _Member:
 
 
 class SlavePipe(_Member):
-    """A slave's end of an exchange between replicas: the slave sends a message to the master and gets an answer.
+    """The endpoint of a slave in an exchange: the slave sends a message to the master, and gets an answer.
 
     `SyncMaster.register_slave` makes a `SlavePipe` for each replica except the master, for one forward pass. Pickles
     and copies of a `SlavePipe` are None.
@@ -85,7 +86,7 @@ class SlavePipe(_Member):
 
 
 class SyncMaster(_Member):
-    """The end of the master, usually replica 0, in an exchange: it collects all messages, and answers each replica.
+    """The endpoint of the master, usually replica 0: it collects all messages, and answers each replica.
 
     See "Callbacks for modules of your own" on the page "Extending".
 

@@ -44,10 +44,10 @@ class Rendezvous:
         self.members[identifier] = number
 
     def awaited(self) -> list[int]:
-        """Return the numbers of the replicas for which the others wait in the current exchange.
+        """Return the numbers of the replicas for which the other replicas wait in the current exchange.
 
-        As long as messages are missing, the others wait for the replicas that did not send a message yet. Afterwards,
-        the slaves wait for the master, whose callback computes their answers.
+        As long as messages are missing, the other replicas wait for the replicas that did not send a message yet.
+        Afterwards, the slaves wait for the master, whose callback computes their answers.
         """
         missing = [number for identifier, number in self.members.items() if identifier not in self.messages]
         return missing or [self.members[MASTER]]
@@ -64,7 +64,7 @@ class Record:
     waits_in: Rendezvous | None = None  # the layer in which the replica waits; None if it does not wait
     ended: str = ""  # how the replica ended, as a verb phrase for messages; empty until the replica ends
     was_released: bool = False  # whether the replica got the error that broke the forward pass
-    failure: BaseException | None = None  # the first exception that the replica raised; None once the caller got it
+    failure: BaseException | None = None  # the replica's first exception; None after the caller's thread took it
 
     def __str__(self) -> str:
         return f"replica {self.number} on device {self.device}" if self.device else f"replica {self.number}"
@@ -92,14 +92,14 @@ class Turns:
     """Let replicas that share a device run one at a time.
 
     If replicas ran at the same time, results could depend on the order of their threads, for example if the replicas
-    draw random numbers on their device. Each replica is ready, running, or away, which means that it waits for others
-    or ended. Whenever no replica is running, the ready replica with the lowest number starts to run.
+    draw random numbers on their device. So one replica runs at a time. Each replica is in one of three states: ready,
+    running, or away. A replica is away while it waits for other replicas, and after it has ended. Whenever no replica
+    is running, the ready replica with the lowest number starts to run.
 
                       pass_on            pass_on: it waits for others, or has ended
         --> READY ---------------> RUNNING ---------------------------------------> AWAY
-              ^                                                                      |
+              ^                resume: the message or answer has arrived             |
               +----------------------------------------------------------------------+
-                               resume: the message or answer has arrived
 
     A ready replica waits on its mailbox until its turn begins, even if the answer for it has already arrived.
 

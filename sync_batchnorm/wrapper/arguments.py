@@ -1,4 +1,4 @@
-"""Split the arguments of a call of the wrapper into chunks for the replicas, along a dimension for each tensor.
+"""Split the arguments of a call of the wrapper into chunks for replicas, each tensor along its own dimension.
 
 Each tensor is split along its dimension in `in_dims`, or, without an entry in `in_dims`, along `dim` of the wrapper. A
 replica must get rows of the same samples from all tensors. So the wrapper raises an error if two tensors would give a
@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 _IN_DIMS = "name the dimension of its samples in in_dims, or None there if every replica needs the whole"
 
-InDims = Mapping[str, Dims] | None  # the dimensions of samples by argument name, as the user passed them
+InDims = Mapping[str, Dims] | None  # the `in_dims` of the user: name of an argument -> dimension of the samples
 OutDims = Dims
 
 # A cache, because `inspect.signature` is slow: for each `forward` method, the kind of each parameter by its name. The
@@ -72,14 +72,15 @@ def check_dims(module: nn.Module, in_dims: Any, out_dims: Any) -> None:
 def chunk_sizes(rows: int, most: int) -> list[int]:
     """Return the number of rows in each chunk, if `torch.chunk` splits a tensor with `rows` rows into `most` chunks.
 
-    As with `torch.chunk`, the result may have fewer chunks than `most`. Without rows, all `most` chunks are empty.
+    As with `torch.chunk`, the result may have fewer chunks than `most`. If there are no rows, the result has `most`
+    empty chunks.
     """
     size = math.ceil(rows / most)
     return [min(size, rows - first) for first in range(0, rows, size)] if rows else [0] * most
 
 
 def _shares(rows: int, most: int) -> list[float]:
-    """Return the fraction of the rows in each chunk, if `rows` rows are split into at most `most` chunks."""
+    """Return the fraction of all rows that each chunk gets, if `rows` rows are split into at most `most` chunks."""
     return [size / (rows or 1) for size in chunk_sizes(rows, most)]
 
 
@@ -100,7 +101,7 @@ class Arguments:
         self.sizes = self._sizes() if most > 1 and (inputs or kwargs) else []
 
     def chunks(self, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Sequence[Any]]:
-        """Return a list of the positional arguments, and one of the keyword arguments, with an entry for each chunk.
+        """Return two lists with one entry for each chunk: its positional arguments, and its keyword arguments.
 
         In a call without arguments, there are no chunks, as in torch. A single chunk is not copied if it is already on
         the device of its replica.
@@ -108,8 +109,9 @@ class Arguments:
         if not self._inputs and not self._kwargs:
             return (), ()
         if self._most > 1:
-            # If there are fewer chunks of rows than devices, leave the last devices unused. If any argument holds no
-            # tensors, torch would call replicas on these devices, too, and they would lack their other arguments.
+            # If there are fewer chunks than devices, leave the last devices unused. `nn.DataParallel`, in contrast,
+            # copies each argument without tensors to all devices. It would then call the replicas on the last devices
+            # without the other arguments.
             devices = devices[: len(self.sizes)]
         if len(devices) == 1 and self._are_on(devices[0]):
             return (self._inputs,), (self._kwargs,)
@@ -134,7 +136,8 @@ class Arguments:
     def tree(self) -> Tree:
         """All arguments of the call as one tree. Its root is a dict by the names of parameters of `forward`.
 
-        Positional arguments that only ``*args`` of `forward` can take are in a dict by index, under its name.
+        Positional arguments beyond the named parameters of `forward` belong to its ``*args``. They are in a dict with
+        their indices as keys, under the name of ``*args``.
         """
         inputs, kwargs = self._inputs, self._kwargs
         # The names of parameters are needed only to look up entries in `in_dims`, and for errors about the split.
@@ -162,13 +165,13 @@ class Arguments:
 
     @functools.cached_property
     def dims(self) -> list[int | None]:
-        """The dimension along which each leaf of `tree` is split, or None for a leaf that is not a tensor to split."""
+        """The dimension along which each leaf of `tree` is split; None for a leaf that is not split this way."""
         return list(map(self._dim_of, self.tree.leaves))
 
     def describe_split(self) -> str:
-        """Return a text for the note of an error: into how many rows the wrapper split each tensor of the arguments.
+        """Return a text for the note on an error: how many rows of each tensor argument go to each replica.
 
-        The text leaves out tensors with a dimension in `in_dims`. It is empty if no other tensors were split.
+        The text leaves out tensors with a dimension in `in_dims`. The text is empty if no other tensors were split.
         """
         cut: list[str] = []
         for leaf, dim in zip(self.tree.leaves, self.dims, strict=True):
@@ -220,7 +223,10 @@ class Arguments:
         return int(value.shape[dim])
 
     def _outermost_list(self, path: Path) -> Path | None:
-        """Return the path of the outermost list that contains a leaf, and for which `in_dims` names no dimension."""
+        """Return the path of the outermost list around a leaf.
+
+        Skip lists for which `in_dims` names a dimension.
+        """
         return next((path[:i] for i in range(1, len(path) + 1) if path[:i] in self.tree.lists), None)
 
     def _remedy_for_lists(self, *paths: Path) -> str:
@@ -250,7 +256,7 @@ class Arguments:
         )
 
     def _warn_of_lists(self, rows: list[int | None], batch: int) -> None:
-        """Warn if a list may hold one entry for each sample, but is not split by its entries.
+        """Warn if a list may hold one entry for each sample, but the wrapper splits each entry instead of the list.
 
         The warning names a list if a tensor in the list does not have as many rows as the batch.
         """

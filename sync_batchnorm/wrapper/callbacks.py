@@ -28,8 +28,8 @@ _CALLBACK = "__data_parallel_replicate__"
 class CallbackContext:
     """The object that all copies of one submodule share during one forward pass. Callbacks can set any attribute on it.
 
-    Callbacks get it as `ctx`. Setting a `SyncMaster` on it resets the `SyncMaster` for this forward pass and makes the
-    current replica its master.
+    Callbacks get this object as `ctx`. If a callback sets a `SyncMaster` as an attribute of this object, the
+    `SyncMaster` is reset for this forward pass, and the current replica becomes its master.
     """
 
     # The memory pools of the wrapper for exchanges on GPUs. All forward passes of the wrapper share them.
@@ -46,7 +46,7 @@ class CallbackContext:
 
 
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
-    """Call ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule that defines it, in a wrapper of your own.
+    """Call ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule that defines it. For wrappers of your own.
 
     All callbacks of replica 0 are called first, then those of replica 1, and so on. All copies of a submodule share one
     `CallbackContext`. `modules` are the replicas of one module, in order.
@@ -94,10 +94,10 @@ def execute_callbacks(
 
 
 def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
-    """Raise an error if a wrapper is called inside a replica of another wrapper, and would train synchronized layers.
+    """Raise an error if a wrapper, called inside a replica of another wrapper, would train synchronized layers.
 
-    The inner wrapper would make replicas of its own. Its layers would synchronize these replicas with each other, but
-    not with the other replicas of the outer wrapper.
+    The inner wrapper would make replicas of its own. The layers would synchronize the replicas of the inner wrapper
+    with each other, but not with the other replicas of the outer wrapper.
     """
     for child in module.modules():
         if hasattr(type(child), _CALLBACK) and _uses_batch(child):
@@ -105,10 +105,11 @@ def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> None:
-    """Raise an error if a layer exchanges through another package than this one, and replicas share a device.
+    """Raise an error if replicas share a device, and any layer exchanges through a package other than this one.
 
     Replicas on one device run one at a time, and a replica that waits in a layer lets the next replica run. A layer of
-    another package, such as a copy of this one, would keep its turn while it waits. Other replicas could never run.
+    another package, such as a copy of this package, does not pass on its turn while it waits, so the other replicas
+    could never run.
     """
     for name, ctx in contexts.items():
         packages = list(filter(None, map(_package_of_pipe, vars(ctx).values())))
@@ -123,7 +124,7 @@ def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> 
 
 
 def _package_of_pipe(value: object) -> str | None:
-    """Return the name of the package of a `SyncMaster` or `SlavePipe`; None if that is this package.
+    """Return the name of the package that defines a `SyncMaster` or `SlavePipe`; None if this package defines it.
 
     For any other object, also return None.
     """

@@ -116,7 +116,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
 
 
 class _ReplicationMixin(DataParallel[Any]):
-    """Extend the steps of a `DataParallel`: call replication callbacks, connect replicas, report failures, and warn.
+    """Extend the steps of `DataParallel`, for example by replication callbacks and notes on errors.
 
     This class must not be derived from `AnyDeviceDataParallel`. If it were, `AnyDeviceDataParallel` would come before
     the user's base classes in the method resolution order of a patched object. Then a call of `super()` in the user's
@@ -125,7 +125,7 @@ class _ReplicationMixin(DataParallel[Any]):
 
     # The last base class of a class derived for a patched object. It comes right before torch's `DataParallel`.
     _sync_behind = (AnyDeviceDataParallel,)
-    # Default values of options, for wrappers loaded from pickles of older versions: the options are missing there.
+    # Default values of options. A wrapper that was loaded from a pickle of an older version lacks these options.
     _sync_timeout: float = DEFAULT_TIMEOUT
     _sync_in_dims: InDims = None
     _sync_out_dims: OutDims = None
@@ -195,8 +195,8 @@ class _ReplicationMixin(DataParallel[Any]):
         try:
             contexts = execute_callbacks(replicas, coordinator, pools_of(self))
         except BaseException as error:
-            # A layer may keep its `SyncMaster` although a callback failed. Abort the coordinator, so that an exchange
-            # through this `SyncMaster` later raises an error, and does not wait forever.
+            # A layer may keep its `SyncMaster` although a callback failed. Abort the coordinator, so that a later
+            # exchange through this `SyncMaster` raises an error instead of waiting forever.
             coordinator.abort(error, 0.0)
             raise
         if not contexts:
@@ -218,7 +218,8 @@ class _ReplicationMixin(DataParallel[Any]):
         outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [describe_split(), look.note()])))
         look.warn()
         # Warn about plain batch norms if no synchronized layer exchanged in this forward pass. But if the user made the
-        # replicas (`original is replica`), do not warn, because another coordinator may connect their layers.
+        # replicas (`original is replica`), do not warn, because another coordinator may connect the layers of these
+        # replicas.
         if not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica:
             layers: Any = [it for it in runs[0].replica.modules() if vars(it).get("_sync_connection") is not None]
             if any([layer.training and layer.group_size != 1 for layer in layers]):
@@ -228,11 +229,10 @@ class _ReplicationMixin(DataParallel[Any]):
 
 
 class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
-    """`torch.nn.DataParallel` with replicas that can exchange, also on the CPU and several on one device.
+    """`torch.nn.DataParallel` with replicas that exchange data, also on the CPU, or several replicas on one device.
 
     If a replica fails, waiting replicas stop, and your thread gets the exception with the replica's traceback in a
-    note. A batch of a single chunk, or a wrapper inside a replica, runs in the module itself, without threads and
-    callbacks.
+    note. With a single chunk, or inside a replica, the wrapper calls the module itself, without threads and callbacks.
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.BatchNorm2d(8)), ["cpu"] * 2)
@@ -269,7 +269,8 @@ def patch_replication_callback(
 ) -> DataParallelT:
     """Turn an existing `torch.nn.DataParallel` object into a `DataParallelWithCallback`, in place; return it.
 
-    An object of a subclass keeps its overridden methods. Copies and pickles stay patched.
+    An object of a subclass of `DataParallel` keeps its overridden methods. Copies and pickles of a patched object stay
+    patched.
 
     Example:
         >>> parallel = patch_replication_callback(nn.DataParallel(SynchronizedBatchNorm2d(8)))
@@ -301,7 +302,7 @@ def patch_replication_callback(
 
 
 def patch(data_parallel: DataParallel[Any]) -> None:
-    """Change the class of a `DataParallel` object, so that it connects its replicas. Do nothing if it already does."""
+    """Make a `DataParallel` object connect its replicas, by a change of its class. A second call has no effect."""
     cls: Any = type(data_parallel)
     if not issubclass(cls, _ReplicationMixin):
         patched = DataParallelWithCallback if cls is DataParallel else derived_class(cls, _ReplicationMixin)
@@ -309,7 +310,7 @@ def patch(data_parallel: DataParallel[Any]) -> None:
 
 
 def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
-    """Remove devices that `nn.DataParallel` does not support from a wrapper that is no longer patched.
+    """From a wrapper that is no longer patched, remove the devices that `nn.DataParallel` does not support.
 
     `nn.DataParallel` supports neither the CPU nor several replicas on one device.
     """
@@ -323,8 +324,8 @@ def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
     """Return a `ReplicaHandle` for each object in `replicas`. All handles belong to one `ForwardPass`.
 
     `replicate` returns a list of handles, but a user's `parallel_apply` may replace some handles by functions or
-    modules that call them. In this case, each object in `replicas` gets a new handle. The new handle belongs to the run
-    that `replicate` prepared at the same index of the list.
+    modules that call the handles. In this case, each object in `replicas` gets a new handle. The new handle belongs to
+    the run that `replicate` prepared at the same index of the list.
     """
     if {*map(type, replicas)} == {ReplicaHandle}:
         return list(replicas)
@@ -352,7 +353,7 @@ def _checked_options(module: nn.Module, timeout: float, in_dims: InDims, out_dim
 
 
 def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
-    """Warn about batch norm layers that are in training mode and do not synchronize, if a module contains any."""
+    """Warn if a module contains batch norm layers that are in training mode and do not synchronize."""
     norms = [(name, child) for name, child in module.named_modules() if isinstance(child, BatchNormBase)]
     plain = [name for name, norm in norms if norm.training and not hasattr(norm, "__data_parallel_replicate__")]
     if plain:
@@ -427,7 +428,7 @@ def check_transfers(devices: frozenset[torch.device]) -> None:
     between GPUs lose data without an error:
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257, https://github.com/pytorch/pytorch/issues/132397.
     """
-    # Tests pass accelerators to this function that the machine does not have. Do not check such devices.
+    # Tests call this function with accelerators that the machine does not have. Do not check such devices.
     if len(devices) < 2 or not torch.accelerator.is_available():
         return
     for i, (source, target) in enumerate(permutations(devices, 2)):

@@ -24,8 +24,9 @@ from ..torch_private import HOOKS, names_of_modules
 
 __all__: list[str] = []
 
-# How many forward passes of a wrapper are checked in training mode, and how many in eval mode. The number is arbitrary.
-# A few are enough, because a model that counts or averages something does it in each training step.
+# The number of checked forward passes of a wrapper: this many in training mode, and as many again in eval mode. The
+# number is arbitrary. A few are enough, because a model that counts or averages something does it in each training
+# step.
 LOOKS = 3
 _KINDS = frozenset({bool, int, float, complex, str})
 CHANGE_IN_PLACE = "Change buffers in place, as in self.step.add_(1), or set it outside forward()"
@@ -47,7 +48,7 @@ _READ += f"get an older value, or none. {REGISTER}"
 # the attribute. The counter is not an attribute of the wrapper, so a copy or pickle of a wrapper begins at zero.
 _looks: "WeakKeyDictionary[nn.Module, Counter[Any]]" = WeakKeyDictionary()
 
-# For each wrapped module and each name of a parameter: how many forward passes changed the parameter in place.
+# Wrapped module -> name of a parameter -> the number of forward passes that changed the parameter in place.
 _changes: "WeakKeyDictionary[nn.Module, Counter[str]]" = WeakKeyDictionary()
 
 # The state of a model at one moment. For each module: (the prefix of names in this module, such as "layer1.bn."; its
@@ -73,17 +74,16 @@ class Look:
         self._of_model = _snapshot(original) if is_due and original is not replica else {}
 
     def warn(self) -> None:
-        """Warn about attributes that the model lost, and about hooks that use the model, after a forward pass.
+        """After a forward pass, warn about attributes that the model lost, and about hooks that use the model.
 
-        Each warning names an attribute only once for each wrapper. The forward pass is added to the number of forward
-        passes that were checked.
+        Each warning names an attribute only once for each wrapper. This method also counts the forward pass as checked.
         """
         self._looks[self._mode] += bool(self._of_replica)
         for text in self._texts(has_ended=True):
             warn_once(text)
 
     def note(self) -> str:
-        """Return a text about hooks that use the model, for the note of the error of a failed forward pass."""
+        """Return a text about the hooks that use the model, for the note on an error of the forward pass."""
         # The failure may have left replicas or devices in a broken state, and any access may raise another error.
         with suppress(Exception):
             return " ".join([f"In this forward pass, {text}." for text in self._texts(has_ended=False)])
@@ -102,13 +102,14 @@ class Look:
     def _of_hooks(self, has_ended: bool) -> Iterator[tuple[str, Found]]:
         """Yield (text of the warning, attributes to name in it) for each of the two warnings about hooks of the model.
 
-        One warning names attributes that were set on the model while replicas ran. The other warning names attributes
-        that a hook reads from the model, although `forward` set another value on the replica.
+        There are two warnings about hooks. The first warning names attributes that were set on the model while replicas
+        ran. The second warning names attributes that a hook reads from the model, although `forward` set another value
+        on the replica.
         """
         on_model, on_replica = _reassigned(self._of_model), _reassigned(self._of_replica)
         changed = [(name, old) for name, (_, _, old, new) in on_model.items() if not _are_equal(old, new)]
         # An attribute that was missing or None before this forward pass may be a cache that is filled once. Any other
-        # attribute changes again in a later forward pass, and is in the warning then.
+        # attribute changes again in a later forward pass, and the warning names it then.
         yield _SET, {name: (name, "") for name, old in changed if old is not None or not has_ended}
         found: Found = {}
         for _, hook, variables in hooks_of(self._original) if on_replica else ():
@@ -182,14 +183,14 @@ def _lost(replica: nn.Module, state: Snapshot) -> Found:
 
 
 def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: bool) -> str | None:
-    """Return the remedy if the model loses an attribute that `forward` reassigned on a replica; None if it does not.
+    """Return the remedy if the model loses the value that `forward` gave to a replica's attribute, otherwise None.
 
     A number or a string in a plain attribute is lost if it replaced another number or string. The attribute `training`
     is an exception, because `forward` may switch the mode for a while.
 
-    A tensor in a plain attribute is lost if it is 0-dimensional, requires a gradient, and replaced another value: a
-    training loop may read such a penalty. Other tensors count as activations. If a plain attribute was None or missing,
-    it counts as a cache, which each forward pass fills.
+    A training loop may read a tensor from a plain attribute, for example a penalty that is added to the loss. So a
+    tensor is lost if it is 0-dimensional, requires a gradient, and replaced another value. Any other tensor counts as
+    an activation. If a plain attribute was None or missing before, it counts as a cache, which each forward pass fills.
     """
     is_new = value is not None and not is_known
     if name in module._modules:
@@ -212,8 +213,8 @@ class ParameterChanges:
     replica. The fault is certain only if one turn changes an element of the parameter, and a later turn changes the
     same element again.
 
-    To find elements that change twice, a parameter is copied before and during a few forward passes. These are the
-    forward passes after the first one in which the parameter changed.
+    To find elements that change twice, a parameter is copied before and during a forward pass. Copies are made in only
+    a few forward passes, after the first forward pass in which the parameter changed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -227,7 +228,7 @@ class ParameterChanges:
         self.watched = {name: [self._parameters[name][0].detach().clone()] for name in watched}
 
     def look(self) -> None:
-        """Copy each watched parameter that changed in the latest turn of a replica, but in no earlier turn.
+        """Copy each watched parameter that changed for the first time during the latest turn of a replica.
 
         This method is called each time another replica begins to run on the shared device.
         """
@@ -237,7 +238,7 @@ class ParameterChanges:
                 values.append(parameter.detach().clone())
 
     def warn(self, times: int) -> None:
-        """Warn about parameters with an element that two turns of replicas changed. `times`: the number of replicas."""
+        """Warn about parameters in which two replicas changed the same element. `times` is the number of replicas."""
         self._counts.update([name for name, (p, version) in self._parameters.items() if p._version != version])
         values, self.watched = self.watched, {}
         if names := [name for name, turns in values.items() if _is_repeated(self._parameters[name][0], *turns)]:
@@ -253,10 +254,10 @@ def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> b
     `before` is a copy of the parameter from before the forward pass, and `first` a copy from after the first turn that
     changed the parameter. `last` is its final value. Rounding differences between `first` and `last` do not count.
     """
-    if first is None:  # At most the last turn of a replica changed the parameter.
+    if first is None:  # No replica, or only the last replica, changed the parameter.
         return False
-    # If a turn normalizes a row again, as an embedding with `max_norm` does, rounding changes the elements of the row
-    # by less than this relative difference.
+    # An embedding with `max_norm` normalizes a row again in each replica that uses the row. Rounding then changes the
+    # elements of the row by less than this relative difference.
     rounding = 8 * torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0
     again = ~torch.isclose(first, last, rtol=rounding, atol=0.0, equal_nan=True)
     return bool((again & (before != first)).any())

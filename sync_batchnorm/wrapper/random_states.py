@@ -11,7 +11,8 @@ default generator gets the state of this replica:
     generator    caller | replica 0 | replica 1 | replica 0 | caller
     states         c    |    s0     |    s1     |    s0'    |   c'
 
-Here c' is the state after c if any replica drew random numbers, and c if none did.
+Here, c is the caller's state before the forward pass, and c' is the caller's state afterwards. If any replica drew
+random numbers, c' is one random number ahead of c. If no replica drew, c' is equal to c.
 
 NOTE [one state at a time]: Torch holds the lock of a random generator while it copies the state of the generator into a
 tensor. The garbage collector may run at this point, and release the GIL to another thread. If the other thread waits
@@ -33,7 +34,9 @@ _lock = RLock()  # see NOTE [one state at a time]
 
 
 class RandomStates:
-    """The states of random generators for replicas that run one at a time. Each replica has states for CPU and device.
+    """The states of random generators for replicas that run one at a time.
+
+    Each replica has a state of its own for the generator of the CPU, and another for the generator of its device.
 
     The states of the replicas are seeded with the next random number from the caller's CPU generator. If any replica
     draws random numbers, the caller's generator afterwards advances by this single number. If no replica draws, the
@@ -59,7 +62,7 @@ class RandomStates:
     def begin_turn(self, number: int) -> None:
         """Set the default generators to the states of replica `number`, which begins to run.
 
-        The current states of the generators are saved before, for the replica that ran last.
+        First, save the current states of the generators for the replica that ran last.
         """
         with _lock:
             self._save_states()
@@ -68,7 +71,7 @@ class RandomStates:
             self._last = number
 
     def restore_caller(self, completed: bool = True) -> None:
-        """Set the default generators to the caller's states again, after all replicas have run.
+        """Restore the states that the default generators had for the caller, after all replicas have run.
 
         If a replica drew random numbers, the state of the caller's CPU generator advances by one number. It does not
         advance if the forward pass was aborted (`completed` is false).
@@ -87,7 +90,7 @@ class RandomStates:
 
 
 def _generators(device: torch.device) -> list[Any]:
-    """Return the default random generators that code on `device` uses: the CPU's, then the accelerator's own."""
+    """Return the default random generators for code on `device`: the CPU's generator, then the accelerator's."""
     index = device.index or 0
     others = getattr(torch.get_device_module(device), "default_generators", ())
     return [torch.default_generator, *others[index : index + 1]]

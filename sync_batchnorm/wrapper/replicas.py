@@ -46,19 +46,19 @@ from ..torch_private import HOOKS_AND_FLAGS, compiled_module_type, has_hooks, in
 __all__: list[str] = []
 
 Devices = Sequence[torch.device]
-# A module's attribute may be a bound method or a partial that refers to a module, such as a `forward` set on the
-# object.
+# A module's attribute may be a bound method or a partial that refers to a module, such as a `forward` that the user
+# assigned to the module object.
 _BOUND_TYPES = {MethodType, partial}
 # The parameters and buffers of one replica. The keys are the ids of the model's own tensors.
 Tensors = dict[int, Tensor]
 
-REPLICA_MARK = "sync_batchnorm_mark"  # The name of the attribute by which each module of a replica is recognized.
+REPLICA_MARK = "sync_batchnorm_mark"  # The name of the attribute that marks a module as a part of a replica.
 
 
 class _ReplicaMark:
     """An object that marks a module as part of a replica.
 
-    In a `deepcopy` or pickle of a replica's module, None replaces the mark: the copy counts as a module outside
+    A `deepcopy` or pickle of a replica's module gets None in place of this mark, so the copy counts as a module outside
     replicas.
     """
 
@@ -270,8 +270,9 @@ def _copy_hooks(copy: nn.Module, module: nn.Module) -> None:
         state[name] = original[name].copy()
     is_full = original["_is_full_backward_hook"]
     state["_is_full_backward_hook"] = is_full  # A copied `torch.fx.GraphModule` lacks this attribute.
-    # Hooks of the deprecated `register_backward_hook` keep only a weak reference to their module. A replica would be
-    # freed before the backward pass, and torch would report a dead object. So raise a clearer error in their place.
+    # Hooks of the deprecated `register_backward_hook` keep only a weak reference to their module. The replica's module
+    # would be freed before the backward pass, and torch would raise an unclear error about a dead object. So replace
+    # each of these hooks by a function that raises a clearer error.
     if original["_backward_hooks"] and is_full is False:
         # The partial refers to the replica's module, so that the module still exists in the backward pass.
         refuse = partial(_refuse_older_hook, copy)
@@ -339,8 +340,9 @@ def _patch_conversions() -> None:
         for name, parameter in parameters.items():
             if parameter is not None:
                 parameters[name] = on_its_device(parameter)
-        # Hide the parameters, converted above, from torch's `_apply`. It would read `grad` of each parameter, and torch
-        # warns about this: the parameters of a replica are not leaves of the autograd graph.
+        # Hide the parameters, which were converted above, from torch's `_apply`. Torch's `_apply` would read `grad` of
+        # each parameter, and torch warns about this access, because the parameters of a replica are not leaves of the
+        # autograd graph.
         vars(self)["_parameters"] = {}
         try:
             return apply(self, on_its_device, *args, **kwargs)

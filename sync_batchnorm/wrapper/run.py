@@ -6,8 +6,8 @@ share a device, only one replica runs at a time.
     caller's thread      apply ---> call_replicas: start threads, wait for their end ---> _failure ---> outputs or error
     replica's thread                  ReplicaRun.call: wait for a turn, enter modes, forward, coordinator.leave()
 
-The coordinator of a forward pass is told about the end of every replica, even if the thread of the replica never
-starts or is killed. It then releases other replicas that wait for this replica.
+The coordinator of a forward pass is told about the end of every replica, even if the thread of the replica never starts
+or is killed. The coordinator then releases the replicas that wait for this replica.
 
 NOTE [threads that stay]: The obvious way is a new thread for each replica. But torch stores the plans of cuDNN
 separately for each thread, so each new thread plans each convolution again. A forward pass of ResNet-50 then takes 51
@@ -21,8 +21,8 @@ stores no plans there, and an idle thread would keep its OpenMP threads alive.
 
 NOTE [signals]: In the main thread, the handler of a signal may raise an exception between any two lines of Python code.
 An example is `KeyboardInterrupt` after Ctrl-C. The obvious calls, `Thread.start`, `Thread.join` and `Event.wait`,
-handle locks in Python code. If an exception arrives there, it turns into the error "release unlocked lock", or the
-thread is lost.
+handle locks in Python code. If an exception interrupts such a call, the exception turns into the error "release
+unlocked lock", or the thread is lost.
 
 To be safe from such exceptions, the caller's thread waits only in `SimpleQueue.get`, which is written in C. It does not
 start the thread of a replica itself, but a helper thread, with the low-level module `_thread`. No signal is handled in
@@ -60,7 +60,7 @@ __all__: list[str] = []
 
 
 def new_coordinator(devices: Sequence[torch.device], timeout: float) -> Coordinator:
-    """Return a new coordinator for one forward pass. It adds spans to the torch profiler if that is active."""
+    """Return a coordinator for one forward pass, with spans for the torch profiler if a profile is running."""
 
     def span(name: str) -> AbstractContextManager[Any]:
         return profiler.record_function(f"sync_batchnorm: {name}")
@@ -76,7 +76,8 @@ class ForwardPass:
     coordinator: Coordinator
     # A function that raises an error if the replicas cannot run in turns on a shared device.
     check_turns: Callable[[], None] = lambda: None
-    # The modes of the caller's thread, such as autocast. Each function takes a device and returns a context manager.
+    # The modes of the caller's thread, such as autocast. Each function takes a device, and returns a context manager
+    # that sets one mode.
     modes: Sequence[Callable[[torch.device], AbstractContextManager[Any]]] = ()
     # The `contextvars` context of the caller's thread; None if a single replica runs directly in the caller's thread.
     context: Context | None = None
@@ -84,7 +85,7 @@ class ForwardPass:
     random_states: RandomStates | None = None
 
     def prepare(self, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> list["ReplicaRun"]:
-        """Return a `ReplicaRun` for each replica. The replicas will run with the current modes of this thread."""
+        """Return a `ReplicaRun` for each replica, which will run with the modes of this thread, such as grad mode."""
         runs = [ReplicaRun(replica, self, i, devices[i]) for i, replica in enumerate(replicas)]
         # The method `apply` saves the modes again. But users may call the replicas without `parallel_apply`.
         self._save_modes(runs)
@@ -95,11 +96,11 @@ class ForwardPass:
     ) -> list[Any]:
         """Call `function`, which runs all replicas, and return its outputs. Raise the error of a replica if one failed.
 
-        If a replica fails, the function `describe` returns a text for the note of its error.
+        If a replica fails, the function `describe` is called. Its result is a text for the note on the replica's error.
         """
         self._save_modes(runs)
         if len(runs) == 1:
-            self.context = None  # A single replica runs in this thread, the caller's, and needs no other context.
+            self.context = None  # A single replica runs in the caller's thread, with the caller's context.
         self.coordinator.expect([run.number for run in runs])
         outputs: list[Any] = []
         raised: BaseException | None = None
@@ -108,8 +109,8 @@ class ForwardPass:
         except BaseException as error:
             raised = error
         failure = self._failure(raised, describe)
-        # Forget the runs of this forward pass. If a replica is stuck, the pass does not count as over, and
-        # `prepared_runs` would return these runs in the next forward pass.
+        # Forget the runs of this forward pass. If a replica is stuck, this forward pass does not count as over, and
+        # `prepared_runs` would return its runs in the next forward pass.
         _prepared.set(())
         if failure is not None:
             try:
@@ -146,8 +147,8 @@ class ForwardPass:
         # Look for the failed replica before the abort below, because the abort makes other replicas fail, too.
         who, error = self.coordinator.take_failure() or ("", raised)
         if raised is not None:
-            # Abort the replicas that still run before the caller continues: they would draw random numbers, and write
-            # into the buffers of the model.
+            # Before the caller continues, abort the replicas that still run. Otherwise they would draw random numbers,
+            # and write into the buffers of the model.
             self.coordinator.abort(raised, PATIENCE)
             if self.random_states is not None:
                 self.random_states.restore_caller(completed=False)
@@ -176,14 +177,16 @@ class ReplicaRun:
 
     def __init__(self, replica: nn.Module, forward_pass: ForwardPass, number: int, device: torch.device) -> None:
         self.replica, self.forward_pass, self.number, self.device = replica, forward_pass, number, device
-        # The current CUDA stream of the caller's thread. None: use the current stream of the replica's thread.
+        # The current CUDA stream of the caller's thread, for this replica. If it is None, the replica uses the current
+        # stream of its own thread.
         self.stream: torch.cuda.Stream | None = None
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the replica: call `function` with the modes of the caller's thread, and return its output.
 
-        `function` is the replica, or a user's function that calls the replica. A replica runs only once. If the replica
-        is already running in this thread, `function` is called directly.
+        `function` is the replica, or a user's function that calls the replica. Each replica runs once in a forward
+        pass, and a second call raises an error. But if the second call comes from inside the running replica, in the
+        same thread, `function` is called directly.
         """
         if self.forward_pass.coordinator.runs_here(self.number):
             return function(*args, **kwargs)
@@ -320,8 +323,8 @@ def _begin_in_thread(work: Callable[[int], None], ended: "SimpleQueue[int]", i: 
         works.put((work, ended, i, run))
     except IndexError:
         works, name = SimpleQueue(), f"replicas on {run.device}"
-        # Put the work into the queue before the thread starts. If a signal interrupted this function in between, the
-        # thread would wait for work forever.
+        # Put the work into the queue before the thread starts. If the thread started first, and a signal interrupted
+        # this function before the next line, the thread would wait for work forever.
         works.put((work, ended, i, run))
         # The thread is a daemon, because a busy thread must not block the exit of Python after Ctrl-C in the caller.
         thread = Thread(target=_work_and_stay, args=(works, idle, run.device), name=name, daemon=True)
@@ -332,8 +335,8 @@ def _begin_in_thread(work: Callable[[int], None], ended: "SimpleQueue[int]", i: 
 def _start(thread: Thread, ended: "SimpleQueue[int]", i: int, run: "ref[ReplicaRun]") -> None:
     """Start the thread of a replica. This function itself runs in a helper thread, see NOTE [signals].
 
-    `run` is a weak reference. The replica may end before the helper thread, and a strong reference in the helper would
-    keep the tensors of the replica alive.
+    `run` is a weak reference. The helper thread may live longer than the replica, and a strong reference in the helper
+    thread would keep the tensors of the replica alive.
     """
     try:
         thread.start()
@@ -367,7 +370,8 @@ def _work_and_stay(works: "SimpleQueue[Any]", idle: list[Any], device: torch.dev
             # killed from outside.
             run.forward_pass.coordinator.leave(run.number, error)
             stays = False
-        # The variables `work` and `run` refer to inputs and outputs of the replica, which an idle thread must not keep.
+        # The variables `work` and `run` refer to inputs and outputs of the replica. An idle thread must not keep them
+        # alive.
         del work, run
         if stays:
             idle.append((current_thread(), works))
@@ -407,8 +411,9 @@ def _run_in_turns(work: Callable[[int], None], runs: Sequence[ReplicaRun]) -> No
     changes.warn(len(runs))
 
 
-# References to the `ReplicaRun` objects of the latest call of `replicate` or `parallel_apply` in this context. They are
-# weak, because threads started by user code may keep the context alive after the forward pass.
+# Weak references to the `ReplicaRun` objects of the latest call of `replicate` or `parallel_apply` in this context.
+# Strong references would keep the objects alive, because threads started by user code may keep the context after the
+# forward pass.
 _prepared: ContextVar[Sequence["ref[ReplicaRun]"]] = ContextVar("sync_batchnorm_prepared", default=())
 
 

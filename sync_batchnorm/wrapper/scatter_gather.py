@@ -1,7 +1,8 @@
-"""Scatter the arguments of a call to replicas, in chunks, and gather the outputs of all replicas into one output.
+"""Split the arguments of a call into chunks for replicas, and gather the outputs of all replicas into one output.
 
 torch's own functions `scatter` and `gather` refuse the CPU, repeated devices and scalars. If all replicas are on
-distinct accelerators (`by_torch` is true), torch's functions move the tensors. Otherwise the functions of this file do.
+distinct accelerators (`by_torch` is true), torch's functions move the tensors. Otherwise the functions of this file
+move the tensors.
 """
 
 import copy
@@ -69,16 +70,16 @@ def _chunks(leaf: Leaf, dim: int | None, devices: Sequence[torch.device], by_tor
 def _move(leaf: Leaf, device: torch.device, copies: bool = False) -> Any:
     """Move the value of a leaf to `device`, and return it.
 
-    The value may be a tensor, an object with a method `to`, or a list with such objects in its entries. Any other
-    object is returned unchanged. If `copies` is true, tensors that are already on the device are copied.
+    The value may be a tensor, an object with a method `to`, or a list with such values as entries. Any other object is
+    returned unchanged. If `copies` is true, tensors that are already on the device are copied.
     """
     if isinstance(leaf.value, Tensor):
         return leaf.value.to(device, copy=copies)
     if leaf.splits_by_entry():
         entries = Tree(leaf.value, None, leaf.path)
         return entries.build(iter([_move(entry, device, copies) for entry in entries.leaves]))
-    # Move a shallow copy of an object with a method `to`. Some of these methods move the object in place, for example
-    # those of token batches of transformers, and would change the user's object.
+    # Make a shallow copy of an object that has a method `to`, and move the copy. Some `to` methods change their object
+    # in place, for example those of token batches of transformers. The user's object must not change.
     return copy.copy(leaf.value).to(device) if has_to_method(type(leaf.value)) else leaf.value
 
 
@@ -87,9 +88,9 @@ def gather_trees(
 ) -> Any:
     """Gather the outputs of all replicas on `device`: concatenate their tensors, and return one output.
 
-    A tensor is concatenated along its dimension in `dims` (the user's `out_dims`), or, without such a dimension, along
-    `dim`. Scalars become a vector, as in torch. Leaves that are not tensors are taken from replica 0. Raise an error if
-    the outputs of replicas differ in their structure.
+    A tensor is concatenated along its dimension in `dims` (the user's `out_dims`). If `dims` names no dimension for a
+    tensor, the tensor is concatenated along `dim`. Scalars become a vector, as in torch. Leaves that are not tensors
+    are taken from replica 0. Raise an error if the outputs of replicas differ in their structure.
     """
     named_dims = UNSPECIFIED if dims is None else dims
     first, *others = [Tree(output, named_dims, ("output",), is_output=True) for output in outputs]
@@ -137,7 +138,7 @@ def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
 
 
 def _remedy(*leaves: Leaf | None) -> str:
-    """Return a remedy for the error message about a leaf that does not fit together in the outputs of two replicas."""
+    """Return the remedy for the error about a leaf of the output that does not fit the same leaf of another replica."""
     if all([leaf is not None and isinstance(leaf.value, Number) for leaf in leaves]):
         return "return a tensor in place of a number that replicas compute, such as loss.detach() for loss.item()"
     return (
@@ -154,7 +155,7 @@ def _shown(leaf: Leaf | None) -> str:
 
 
 def _is_misplaced(leaf: Leaf) -> bool:
-    """Return whether a leaf is forbidden in the output of a replica, because gathering would lose values.
+    """Return whether a leaf of a replica's output is forbidden, because gathering would lose its values.
 
     If a leaf is not a tensor, gathering keeps only the value of replica 0. So a number is forbidden: it may differ
     between replicas, as a count or a loss does. Any other object is allowed beside tensors in a mapping or dataclass,
@@ -178,8 +179,8 @@ def _is_number(value: Any) -> bool:
 def _agree(leaf: Leaf, other: Any) -> bool:
     """Return whether a leaf of replica 0's output can be gathered with `other`, the same leaf of another replica.
 
-    Tensors and lists of samples are concatenated, so only their types must be equal. For any other leaf, the values in
-    both replicas must be equal.
+    Gathering concatenates tensors, and also lists with an entry for each sample, so only their types must be equal. For
+    any other leaf, the values in both replicas must be equal.
     """
     value = leaf.value
     if (isinstance(value, Tensor) and leaf.dim is not None) or leaf.splits_by_entry():
