@@ -41,8 +41,8 @@ def warn_once(text: str) -> None:
 def collected_warnings() -> Iterator[dict[str, None]]:
     """Suppress this library's warnings in a `with` block. Yield a dictionary whose keys are the texts of `warn_once`.
 
-    The warnings of replicas called in the block are suppressed, too, because replicas run in copies of their caller's
-    context. Other threads still issue warnings.
+    The warnings of replicas that are called in the `with` block are suppressed, too, because replicas run in copies of
+    their caller's context. Other threads still issue warnings.
     """
     texts: dict[str, None] = {}
     token = _collected.set(texts)

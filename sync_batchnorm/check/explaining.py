@@ -152,7 +152,7 @@ class Investigation:
             return f"the buffer {', '.join(buffers)} differs from that on one device: {IN_PLACE}"
         differs = f"{', '.join(self._lost)} differs from one device" if self._lost else ""
         why = f"what forward() sets on self ends with the replica, so {differs}; change a buffer in place instead, or"
-        # If a hook refers to the user's model, this hook may be the cause. So do not blame `forward` in this case.
+        # If a hook refers to the user's model, this hook may be the cause. So do not name `forward` as the cause.
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
@@ -240,7 +240,7 @@ class Investigation:
         elif "batch_norm" in called:
             beside = _PLAIN_NORM
         elif operation or (not changed and self._mixes_samples(module, call, number, suspect)):
-            is_of_torch = type(module).__module__.startswith("torch.nn")  # Its code is correct.
+            is_of_torch = type(module).__module__.startswith("torch.nn")  # Torch's own code is correct.
             # If the model gets several input tensors, the wrapper may have split one of them along a wrong dimension.
             is_open = is_of_torch or self._check.path or len(tensors_in(self._check.arguments)) > 1
             beside = beside or (_NO_SAMPLES if is_open else "")
@@ -252,8 +252,8 @@ class Investigation:
 
         A module does not count if its output changes from call to call.
 
-        To find out, only a copy of this module runs: twice with the inputs of replica `number`, and once with the
-        inputs on one device.
+        For this test, a copy of the module runs outside the model: twice with the inputs of replica `number`, and once
+        with the inputs on one device.
         """
         with suppress(Exception), CheckMode(self._check.dtype):
             alone = copied(module, self._check.dtype)

@@ -143,7 +143,7 @@ def _origin_of(operation: Operation) -> Operation | None:
 def _line_of(operation: Operation) -> tuple[str, Operation]:
     """Return (message, operation) for a faulty operation.
 
-    If one of its inputs is a similarity matrix, the message names the operation that made the matrix.
+    If an input of the operation is a similarity matrix, the message names the operation that made the matrix.
     """
     numbers = [pair for pair in operation.different_inputs if isinstance(pair[0], SCALARS)][:2]
     if (pairs := operation.pairs) and not numbers:

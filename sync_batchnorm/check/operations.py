@@ -199,7 +199,7 @@ class _OperationMode(CheckMode):
         """Before an operation runs, record its inputs, or compare the inputs with those on one device."""
 
     def observe_result(self, operation: Operation, output: Any, is_in_place: bool = False) -> Any:
-        """After an operation, record its result, or compare it with one device.
+        """After an operation, record its result, or compare the result with one device.
 
         Return the result that the calling code gets: the same result, or a corrected one.
 
@@ -236,8 +236,8 @@ class RecordOperations(_OperationMode, RecordMode):
         super().__init__(dtype, key)
         self.operations = dict[Place, list[Operation]]()  # maps each place in the source code to a list of its runs
         self.arguments = self.output = None  # copies of the inputs and of the output of the observed module call
-        # The line of the user's code that makes the observed call. None if a container of torch makes the call, such as
-        # nn.Sequential.
+        # The line of the user's code that makes the observed call; None if the call is made by a container of torch,
+        # such as nn.Sequential.
         self.caller: Place | None = None
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:

@@ -27,7 +27,7 @@ __all__: list[str] = []
 
 IN_FORWARD = ("output", "value", "loss")  # kinds of results that need no backward pass
 # The first passes, up to this number, include a backward pass, which takes most of the time. One backward pass is not
-# enough: if a replica loses state in the first pass, the results of the second pass are wrong, and perhaps only its
+# enough: if a replica loses state in the first pass, the second pass returns wrong results, perhaps only wrong
 # gradients.
 _TRAINING = 2
 # To measure rounding errors, parameters are perturbed by about this fraction of their values.
@@ -293,7 +293,7 @@ class Difference(NamedTuple):
 def differences(
     one: Observed, many: Observed, rounding: Mapping[ResultKey, float] | None = None
 ) -> Iterator[Difference]:
-    """Yield the differences between results on one device and in replicas, in the order of the pass.
+    """Yield the differences between results on one device and in replicas, in the order of their computation.
 
     Args:
         one: the results on one device.

@@ -313,7 +313,7 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
         copies: the copy of each module, by the id of the user's module.
     """
     closure = list[Any]()
-    with suppress(ValueError):  # A variable of the closure may have no value yet.
+    with suppress(ValueError):  # A variable in the closure of a hook may have no value yet.
         closure = [cell.cell_contents for cell in hook.__closure__ or ()] if type(hook) is FunctionType else []
     if not copies.keys() & set(map(id, closure)):
         return hook
@@ -341,8 +341,8 @@ def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
     grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
     for leaf, _ in grads:
         leaf.grad = None  # If the user's gradient stayed in `.grad`, autograd would add to this tensor in place.
-    # In the backward pass, activation checkpointing runs parts of the forward pass again. These parts need the mode,
-    # too.
+    # In the backward pass, activation checkpointing runs parts of the forward pass again. These parts need the function
+    # mode, too.
     with mode:
         torch.autograd.backward(edge)  # Pass an edge: for a tensor, torch would disable the function mode.
     for leaf, grad in grads:
@@ -390,7 +390,7 @@ def _call_in_mode(mode: CheckMode, replica: nn.Module, /, *args: Any, **kwargs: 
 def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replicas: int) -> CheckedWrapper:
     """Return a copy of the user's wrapper, with `replicas` replicas of `module` on the CPU."""
     parallel = CheckedWrapper(module, ["cpu"] * replicas)
-    wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])  # Warnings show the name of its class.
+    wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])  # Warnings quote the class of this wrapper.
     cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # the class before `patch_replication_callback`
     bases = (CheckedWrapper,) if issubclass(CheckedWrapper, cls) else (cls, CheckedWrapper)
     methods = {name: getattr(CheckedWrapper, name) for name in ("replicate", "parallel_apply", "__call__")}

@@ -105,7 +105,7 @@ def _find_unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, repl
 
 
 def _reason_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, replicas: int) -> str | None:
-    """Return the reason why a layer would not synchronize, with the remedy; None if the layer would synchronize."""
+    """Return the reason why a layer would not synchronize, followed by a remedy. Otherwise, return None."""
     enclosing = {wrapper: inside for wrapper, inside in wrappers.items() if layer in inside}
     is_outside = bool(wrappers) and not enclosing
     if isinstance(layer, _SynchronizedBatchNorm):

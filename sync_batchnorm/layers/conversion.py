@@ -212,7 +212,7 @@ def _check_classes(classes: Classes) -> None:
 def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str | None:
     """Convert a module in place if it is an unsynchronized batch norm or a `DataParallel`; skip other modules.
 
-    Return the reason if a batch norm cannot be converted, otherwise None.
+    Return the reason if the module is a batch norm that cannot be converted, otherwise None.
     """
     cls: Any = type(layer)
     if isinstance(layer, nn.DataParallel):
@@ -298,7 +298,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
 
 
 def reason_not_converted(layer: nn.Module, classes: Classes) -> str | None:
-    """Return the reason why a batch norm cannot be converted, with the remedy.
+    """Return the reason why a batch norm cannot be converted, followed by a remedy.
 
     Return None if the layer can be converted, is synchronized already, or is not a batch norm.
     """
