@@ -22,7 +22,7 @@ from . import DataParallelWithCallback, __version__, convert_model
 __all__: list[str] = []
 
 BUDGET = 25.0  # seconds for all checks; the command promises its report within 30
-TIMEOUT = 5.0  # how many seconds a replica waits for the other replicas; a working machine needs far less
+TIMEOUT = 5.0  # number of seconds that a replica waits for the other replicas; a working machine needs far less
 # The largest allowed difference between replicas and one device, by dtype, relative to the largest value. Another order
 # of summation stays below these limits. Without synchronization, the difference is more than 0.1.
 TOLERANCES = {"float32": 1e-4, "float64": 1e-10}
@@ -90,7 +90,7 @@ def check(devices: Sequence[str]) -> int:
 
 
 def check_parity(devices: Sequence[str], dtype: str) -> str:
-    """Train a small model for two steps on `devices`, and for the same steps on the first device; compare the results.
+    """Train a small model for two steps, in replicas on `devices` and on the first device alone; compare the results.
 
     Return a text with the largest difference between the two runs. Raise a `RuntimeError` if this difference is above
     the tolerance.
@@ -104,8 +104,8 @@ def check_parity(devices: Sequence[str], dtype: str) -> str:
     errors = []
     for _ in range(2):
         # The batch is split into one chunk for each device, and the last chunk is smaller than the others. `grad` is
-        # the gradient of the output. Its mean is near zero, because the rounding error of large sums would come near
-        # the tolerance.
+        # the gradient of the output. Its mean is near zero. With a larger mean, the sums of the gradient would be
+        # large, and the rounding errors of these sums would come near the tolerance.
         input, grad = torch.randn(2, 2 * len(devices) - 1, 16, 9, 9, **options)
         in_replicas, on_one_device = step(parallel, 5 + 3 * input, grad), step(plain, 5 + 3 * input, grad)
         for actual, expected in zip(in_replicas, on_one_device, strict=True):

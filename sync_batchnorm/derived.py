@@ -36,8 +36,8 @@ class DynamicSubclass(nn.Module):
 def derive_again(original: Any, base: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Rebuild a module from its pickle, if the class of the module was derived at run time; return the module.
 
-    The pickle stores `function` and its arguments, and a call of `function` makes the module. If the module is of the
-    user's class (`original`), this class is replaced by the class that is derived from `original` and `base`. Pickles
+    The pickle stores `function` and its arguments. First, `function` is called, and returns a module. If this module is
+    an instance of `original`, the user's class, it becomes an instance of `derived_class(original, base)`. Pickles
     refer to `derive_again` by name, so do not rename it.
     """
     module = function(*args)
@@ -48,7 +48,7 @@ def derive_again(original: Any, base: Any, function: Callable[..., Any], *args: 
 
 @functools.lru_cache(maxsize=256)
 def derived_class(original: Any, base: Any) -> Any:
-    """Return a class derived from `base`, a class of this library, and `original`, the user's class.
+    """Return a new class with two base classes: `base`, a class of this library, and `original`, the user's class.
 
     The derived class keeps the constructor of `original`.
     """

@@ -1,4 +1,4 @@
-"""Warnings that point to the user's line of code, and checks of arguments that several files use."""
+"""Helpers for several files: warnings that point to the user's line of code, and checks of arguments."""
 
 import sys
 import warnings
@@ -11,7 +11,7 @@ from torch import nn
 __all__: list[str] = []
 
 _PACKAGE = __name__.removesuffix("messages")
-_issued: dict[str, object] = {}  # text of a warning -> an object that identifies the call that issued the warning
+_issued: dict[str, object] = {}  # text of a warning -> an object that identifies the call of `warn_once` with this text
 _collected: ContextVar[dict[str, None] | None] = ContextVar("sync_batchnorm_collected_warnings", default=None)
 
 
@@ -41,8 +41,8 @@ def warn_once(text: str) -> None:
 def collected_warnings() -> Iterator[dict[str, None]]:
     """Suppress this library's warnings in a `with` block. Yield a dictionary whose keys are the texts of `warn_once`.
 
-    The warnings of replicas called in the block are suppressed, too, because replicas run in copies of their caller's
-    context. Other threads still issue warnings.
+    The warnings of replicas that are called in the `with` block are suppressed, too, because replicas run in copies of
+    their caller's context. Other threads still issue warnings.
     """
     texts: dict[str, None] = {}
     token = _collected.set(texts)

@@ -4,8 +4,8 @@ The inner nodes of such a tree are lists, tuples, mappings and dataclasses. Ever
 
     {"images": x, "boxes": [b0, b1]}    leaves: x at ['images'], b0 at ['boxes'][0], b1 at ['boxes'][1]
 
-An instance of a user's dataclass or mapping class counts as a leaf if it holds no tensors. An example is an object with
-settings of the model: all replicas share it.
+An instance of a user's dataclass or mapping class counts as a leaf if it holds no tensors. For example, an object with
+settings of the model is a leaf, and all replicas share this object.
 """
 
 import copy
@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 __all__: list[str] = []
 
-# The value of `in_dims` or `out_dims` for a tree: an int, the dimension of samples; None, if each replica gets the
-# whole tree; or a dict, list or tuple with such a value for each child of the tree.
+# A value of `in_dims` or `out_dims` is one of three: an int, which is the dimension of samples; None, if each replica
+# gets the whole object; or a dict, list or tuple with such values for the children of a container.
 Dims = Any
 UNSPECIFIED: Any = "unspecified"  # stands in place of a dimension if the user named no dimension for a leaf
 # The path to a node of a tree: the name of the tree, then the keys, indices and fields from the root down to the node.
@@ -32,7 +32,8 @@ Path = tuple[Any, ...]
 
 # Classes of leaves that cannot hold tensors.
 _ATOMS = {NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-_PLAIN = (list, tuple, dict)  # The containers of Python. Their entries are the children of a node in a tree.
+# Python's own containers. A container is a node of a tree, and its entries are the children of this node.
+_PLAIN = (list, tuple, dict)
 _OTHER_STRUCTURE = ", or call a second wrapper of the module where it returns something else, as in eval mode"
 
 
@@ -75,14 +76,14 @@ class Leaf(NamedTuple):
 
     path: Path
     value: Any
-    # The dimension of samples in the value. None: every replica gets the whole value. `UNSPECIFIED`: the user named no
-    # dimension.
+    # The dimension of samples in `value`; None if every replica gets the whole value; or `UNSPECIFIED` if the user
+    # named no dimension.
     dim: Any
 
     def splits_by_entry(self) -> bool:
         """Return whether this leaf is a list or tuple with one entry for each sample.
 
-        A list of samples is split into shorter lists for the replicas; the tensors in its entries are not split.
+        A list of samples is split into shorter lists, one for each replica. Tensors in the list are not split.
         """
         return bool(self.dim == 0) and is_sequence_type(type(self.value))
 
@@ -145,14 +146,15 @@ class Tree:
         return lambda leaves: _rebuild(path, tree, children, [build(leaves) for build in builds])
 
     def _is_leaf(self, tree: Any, kind: Any, dims: Dims) -> bool:
-        # A list or dict of numbers and strings only is one leaf. For example, each replica gets a whole list of words.
+        # A list or dict that holds only numbers and strings is one leaf. For example, each replica gets a whole list of
+        # words.
         if dims is UNSPECIFIED and kind in (list, dict) and not self._is_output:
             return {*map(type, tree.values() if kind is dict else tree)} <= _ATOMS
         splits_by_entry = dims == 0 and is_sequence_type(kind) and not (self._is_output and issubclass(kind, tuple))
         return splits_by_entry or issubclass(kind, (Tensor, nn.Module)) or (dims is None and has_to_method(kind))
 
     def _reachable_children(self, path: Path, tree: Any, kind: Any, dims: Dims) -> dict[Any, Any]:
-        """Return the children of a container by key, index or field; an empty dict for a leaf.
+        """Return a dict of a container's children, with their keys, indices or field names as keys; empty for a leaf.
 
         An instance of a user's container class without tensors counts as a leaf, unless `in_dims` or `out_dims` names
         its entries. If the container holds tensors outside its children, it is added to `unreachable`.
@@ -171,7 +173,7 @@ class Tree:
         return children
 
     def _dims_by_child(self, path: Path, children: dict[Any, Any], kind: Any, dims: Dims) -> dict[Any, Dims]:
-        """Return the dimensions that the user's dict, list or tuple of dimensions names for each child of a container.
+        """Return the entry of the user's `dims`, a dict, list or tuple, for each child of a container.
 
         Raise a `ValueError` if the keys or the length of the user's `dims` do not fit the children of the container.
         """
@@ -197,7 +199,8 @@ class Tree:
 def _is_iterable(tree: Any, kind: type) -> bool:
     """Return whether `nn.DataParallel` would gather an output object by iterating over the object.
 
-    `nn.DataParallel` does so if the class of the object defines `__iter__`, as the key-value caches of transformers do.
+    `nn.DataParallel` iterates over an object if the class of the object defines `__iter__`. The key-value caches of
+    transformers are such objects.
     """
     is_other = issubclass(kind, (*_PLAIN, Mapping, Set, str, bytes)) or dataclasses.is_dataclass(kind)
     # `hasattr(kind, "__iter__")` would be wrong. It is also true for an Enum class, whose metaclass defines `__iter__`.
@@ -206,10 +209,11 @@ def _is_iterable(tree: Any, kind: type) -> bool:
 
 
 def children_of(tree: Any) -> dict[Any, Any]:
-    """Return the children of a container by key, index or field; an empty dict if the object is a leaf."""
+    """Return a dict of a container's children, with their keys, indices or field names as keys; empty for a leaf."""
     kind = type(tree)
     if issubclass(kind, dict):
-        return dict(dict.items(tree))  # Not `tree.items()`, because a subclass of `dict` may override it.
+        # A subclass of `dict` may override the method `items`, so call the method of `dict`.
+        return dict(dict.items(tree))
     if issubclass(kind, (list, tuple)):
         return {} if kind is PackedSequence else dict(zip(map(Index, range(len(tree))), tree, strict=True))
     if dataclasses.is_dataclass(kind):
@@ -226,7 +230,7 @@ def holds_tensors(tree: Any) -> bool:
     the graph objects of PyTorch Geometric.
     """
     nodes, seen = [tree], {id(tree)}
-    for node in nodes:  # The loop appends the children of each node to this list, and so visits them later.
+    for node in nodes:  # The loop appends to the list over which it runs, and so visits the children of each node, too.
         if isinstance(node, (nn.Module, type, ModuleType)) or (callable(node) and not isinstance(node, Collection)):
             continue
         held = list(node.values()) if type(node) is dict else gc.get_referents(node)
@@ -249,7 +253,8 @@ def _rebuild(path: Path, original: Any, keys: Collection[Any], items: list[Any])
     if kind is dict:
         return children
     try:
-        # Dataclasses come before mappings here: the output classes of transformers are dataclasses and dicts at once.
+        # Test for dataclasses before mappings, because the output classes of transformers are both dataclasses and
+        # dicts.
         if dataclasses.is_dataclass(kind):
             result = dataclasses.replace(original, **children)
             for name, child in children.items():  # `replace` calls `__post_init__`, which may change fields.
@@ -260,7 +265,7 @@ def _rebuild(path: Path, original: Any, keys: Collection[Any], items: list[Any])
         else:
             values = children if issubclass(kind, Mapping) else children.values()
             result = kind(*values) if hasattr(kind, "_fields") else kind(values)
-        if hasattr(original, "__dict__"):  # Copy the attributes that were set on `original` after its construction.
+        if hasattr(original, "__dict__"):  # Copy attributes that were set on `original` later.
             vars(result).update({**vars(original), **vars(result)})
         return result
     except Exception as error:

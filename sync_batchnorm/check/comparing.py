@@ -1,4 +1,4 @@
-"""Compare tensors, nested containers and module calls in replicas with those on one device, up to rounding.
+"""Compare tensors, nested containers and module calls in replicas with those on one device, with a tolerance.
 
 The inputs and outputs of all module calls in all replicas would take too much memory. Therefore only one device records
 them, in a first pass. The replicas run later, and record nothing: each module call is compared with the record of one
@@ -22,14 +22,16 @@ from .twin import CheckMode, ModuleCall, Rows
 
 __all__: list[str] = []
 
-LEAST = 1e-6  # Smallest divisor of a relative difference, for tensors with smaller values. Arbitrary.
+# Relative differences are divided by at least this number, even if all values of a tensor are smaller. The number is
+# arbitrary.
+LEAST = 1e-6
 NOT_FINITE = 1e99  # gap between two numbers if only one of them is finite
 SCALARS = (bool, int, float, str)
-WHOLE = Rows(range(1), 1)  # the rows of a chunk that is the whole batch, of any size
+WHOLE = Rows(range(1), 1)  # stands for all rows of the batch, however many there are
 
 
 def tolerance_of(tensor: Tensor) -> float:
-    """Return the relative difference that counts as zero, for tensors of this dtype."""
+    """Return the largest relative difference that still counts as zero; it depends on the dtype of the tensor."""
     return 1e-4 if tensor.dtype in (torch.float32, torch.complex64) else 1e-6
 
 
@@ -51,7 +53,8 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
     if not math.isfinite(difference := _largest(values - right)):
         equal = values.isclose(right, rtol=0.0, atol=0.0, equal_nan=True)
         difference = _largest((values - right).nan_to_num(NOT_FINITE, NOT_FINITE, -NOT_FINITE).masked_fill(equal, 0))
-    if difference <= max(rounding, tolerance * size):  # In this common case, the largest value is not needed.
+    # Return early in this common case: finding the largest value takes time.
+    if difference <= max(rounding, tolerance * size):
         return 0.0
     relative = difference / max(size, largest(expected))
     return relative if relative > tolerance else 0.0
@@ -109,8 +112,8 @@ def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
 def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, shape: tuple[int, int]) -> Tensor:
     """Select the rows of a replica's chunk from a tensor of the whole batch, for one layout of the samples.
 
-    The shape (total, -1) stands for a layout with adjacent entries of each sample, the shape (-1, total) for a layout
-    with all samples one after another, several times.
+    `shape` names the layout. It is (total, -1) if the entries of each sample are adjacent, and (-1, total) if the
+    tensor holds all samples one after another, several times.
     """
     for dim in dims_of_samples(whole, chunk, rows):
         index = torch.arange(whole.shape[dim]).reshape(shape)
@@ -120,7 +123,7 @@ def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, shape: tuple[int, int]
 
 
 def dims_of_samples(whole: Tensor, chunk: Tensor, rows: Rows) -> list[int]:
-    """Return the dimensions of samples: their sizes are proportional to the number of rows.
+    """Return the dimensions that hold samples: their sizes are proportional to the number of rows.
 
     A similarity matrix has two such dimensions.
     """
@@ -130,9 +133,10 @@ def dims_of_samples(whole: Tensor, chunk: Tensor, rows: Rows) -> list[int]:
 
 
 def leaves_by_path(actual: Any, expected: Any, rows: Rows) -> Iterator[tuple[Any, Any]]:
-    """Yield (leaf in the replica, leaf on one device) for two trees of nested containers.
+    """Walk through two nested containers at once, and yield (leaf in the replica, leaf on one device).
 
-    A list with an entry for each sample is compared with the entries of the replica's rows.
+    If a list has an entry for each sample, each entry in the replica is paired with the entry of the same sample on one
+    device.
 
     Raises:
         LookupError: if the containers have different keys or lengths.
@@ -162,7 +166,7 @@ def _leaves_agree(actual: Any, expected: Any, rows: Rows) -> bool:
         return False
     if isinstance(actual, Tensor):
         return not gap(actual, chunk_of(expected, actual, rows))
-    if isinstance(actual, PackedSequence):  # The data of a packed sequence interleave the samples.
+    if isinstance(actual, PackedSequence):  # Unpack the sequences, because a packed tensor interleaves the samples.
         return agree(unpack_sequence(actual), unpack_sequence(expected), rows)
     return not isinstance(actual, SCALARS) or bool(actual == expected)
 
@@ -186,7 +190,7 @@ def as_dicts(tree: Any, function: Callable[[Tensor], Tensor] = lambda tensor: te
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors of nested containers in order, with the data of packed sequences."""
+    """Return the tensors of nested containers in order. For a packed sequence, take its data tensor."""
     if isinstance(tree, (Tensor, PackedSequence)):
         return [tree if isinstance(tree, Tensor) else tree.data]
     return [tensor for child in children_of(tree).values() for tensor in tensors_of(child)]
@@ -195,8 +199,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def is_unsplit(argument: Any, on_one: Any, total: int) -> bool:
     """Return whether the wrapper failed to split an argument that has an entry for each sample.
 
-    Such an argument is a list or a tensor, at any depth of nested containers. A list of tensors does not count, because
-    the wrapper splits the rows of each of these tensors.
+    The argument may be a list or a tensor, or a container that holds one at any depth. A list of tensors does not
+    count, because the wrapper splits the rows of each tensor in the list.
 
     Args:
         argument: an argument of the replica.
@@ -217,11 +221,10 @@ class RecordMode(CheckMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
-        self.calls: dict[
-            tuple[str, int], ModuleCall
-        ] = {}  # the recorded module calls, in the order in which they ended
-        # The version and the copy of each living tensor at its last use. A tensor that is the output of one module and
-        # the input of the next module is copied once.
+        # The recorded module calls, in the order in which they ended
+        self.calls: dict[tuple[str, int], ModuleCall] = {}
+        # Maps each living tensor to the last copy of it, and to the version counter of the tensor at that time. So a
+        # tensor that is the output of one module and the input of the next module is copied only once.
         self._copies: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
@@ -232,7 +235,10 @@ class RecordMode(CheckMode):
         self.calls[call.key] = call
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor: the last copy, if no operation has changed the tensor in place since."""
+        """Return a copy of a tensor.
+
+        If no operation has changed the tensor in place since it was last copied, return the same copy again.
+        """
         version = None if tensor.is_inference() else tensor._version
         if version is None or tensor not in self._copies or self._copies[tensor][0] != version:
             self._copies[tensor] = version, tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -245,12 +251,14 @@ class CompareMode(CheckMode):
     def __init__(self, one: RecordMode, number: int, rows: Sequence[Rows], model: nn.Module) -> None:
         super().__init__(one.dtype)
         self._one, self._number, self._rows, self._model = one, number, rows, model
-        self.gets_other: ModuleCall | None = None  # first call in this replica with other inputs than on one device
+        # The first module call in this replica whose inputs differ from one device
+        self.gets_other: ModuleCall | None = None
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
         on_one = self._one.calls.get(call.key)
         if on_one and agree(arguments, on_one.arguments, self._rows[self._number]):
-            # These are new containers without a graph: `forward` may change a list, and a graph would take memory.
+            # Copy the containers, because `forward` may change a list. Detach the tensors, because their graph would
+            # take memory.
             call.arguments = mapped(arguments, Tensor.detach)
         else:
             self.gets_other = self.gets_other or call
@@ -266,7 +274,7 @@ class CompareMode(CheckMode):
 
 
 class PatchMode(CheckMode):
-    """Replace the output of one module call in a replica by the rows of the output on one device."""
+    """Replace the output of one module call in a replica by the same rows of the output on one device."""
 
     def __init__(self, dtype: torch.dtype, on_one: ModuleCall, rows: Rows) -> None:
         super().__init__(dtype)
@@ -284,7 +292,7 @@ def contains_synchronized(module: nn.Module) -> bool:
 
 
 def suspects_in(call: ModuleCall, model: nn.Module) -> dict[int, ModuleCall]:
-    """Return the calls in replicas with right inputs and a wrong output, by the number of the replica.
+    """Return the calls with right inputs and a wrong output, as a dict from the number of the replica to its call.
 
     The output of a synchronized layer depends on the inputs in all replicas. So a synchronized layer is a suspect only
     if the inputs in all replicas agree with one device.
@@ -300,7 +308,7 @@ def suspects_in(call: ModuleCall, model: nn.Module) -> dict[int, ModuleCall]:
 
 
 def gap_text(output: Any, on_one: Any, rows: Rows) -> tuple[str, str]:
-    """Return the name of the tensor with the largest gap in a replica's output, and this gap in words.
+    """Compare a replica's output with one device; return (name of the tensor with the largest gap, gap in words).
 
     Return ("", "") if all tensors of the output agree with one device.
     """
@@ -313,26 +321,33 @@ def gap_text(output: Any, on_one: Any, rows: Rows) -> tuple[str, str]:
 
 
 def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (tensor in the replica, same rows on one device) for the tensors of an output.
+    """For each tensor of an output, yield (tensor in the replica, the same rows of the tensor on one device).
 
-    Two kinds of tensors are left out: tensors with one element, such as a loss, and tensors of other shapes than on one
-    device, such as a selection of rows.
+    Two kinds of tensors are left out: tensors with one element, such as a loss, and tensors whose shape does not fit,
+    such as a selection of rows by their values.
     """
     with suppress(LookupError):
         leaves = list(leaves_by_path(output, on_one, rows))
         for actual, whole in [pair for pair in leaves if isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor)]:
-            # One element may be a loss. The loss of a chunk may differ from the loss of the batch, and be right.
+            # Leave out tensors with one element. They may be losses, and the right loss of a chunk may differ from the
+            # loss of the batch.
             if whole.numel() != 1 and fits(actual, right := chunk_of(whole, actual, rows)):
                 yield actual, right
 
 
 def fits(actual: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors can be compared: they have the same shape, or as many rows with another padding."""
+    """Return whether two tensors can be compared.
+
+    Tensors can be compared if their shapes are equal. Tensors with equally many rows and dimensions can be compared,
+    too, because only the padding of their rows may differ.
+    """
     return actual.shape == right.shape or (actual.dim() == right.dim() > 1 and len(actual) == len(right))
 
 
 def corrected(actual: Tensor, right: Tensor) -> Tensor:
-    """Return a copy of the right tensor. Its gradient flows to the wrong tensor, as before the replacement.
+    """Return a copy of the right tensor, which will replace the wrong tensor.
+
+    In the backward pass, the gradient of the copy flows to the wrong tensor, as if nothing had been replaced.
 
     Args:
         actual: the wrong tensor, in the graph.
@@ -340,6 +355,6 @@ def corrected(actual: Tensor, right: Tensor) -> Tensor:
     """
     corrected = right.clone()
     if actual.requires_grad and bool(actual.isfinite().all()):  # inf - inf would be NaN.
-        # The two tensors may be padded to different shapes. Only entries inside both shapes get a gradient.
+        # If the two tensors are padded to different shapes, only the entries inside both shapes get a gradient.
         corrected[tuple(map(slice, actual.shape))] += (actual - actual.detach())[tuple(map(slice, right.shape))]
     return corrected

@@ -35,7 +35,9 @@ from .twin import OF_MODULES, CheckMode, ModuleCall, copied, shortened
 
 __all__: list[str] = []
 
-_MOST = 5  # Largest number of suspected calls to test, and of attributes in a message. Arbitrary.
+# At most this number of suspected calls is tested, and a message names at most this number of attributes. The number is
+# arbitrary.
+_MOST = 5
 MOST_WORDS = 60  # Largest number of words in a message.
 
 SAMPLES = "what it returns for a sample depends on other samples of the batch"
@@ -54,7 +56,9 @@ _PLAIN_NORM = "it calls F.batch_norm, or a batch norm that is no submodule; make
 
 
 class Investigation:
-    """Run the pass with a difference once more, with new copies of the model, and explain the difference.
+    """Explain a difference.
+
+    The pass in which the difference was found runs once more, with new copies of the model.
 
     Args:
         check: the model and options of the check.
@@ -75,13 +79,15 @@ class Investigation:
         self._hooks = self._one.text_of_hooks()
 
     def text(self) -> str:
-        """Return the message of the error: the difference, its place and its cause."""
+        """Return the text of the error: the difference, the place where it begins, and its cause."""
         kind, name = self._difference[:2]
         what, *evidence = self._evidence() or [self._difference.text]
-        if self._hooks and name is None:  # With the hook, a copy may return other shapes than the model.
+        # A hook that refers to the user's model may have changed the shapes of outputs, so do not quote the shapes.
+        if self._hooks and name is None:
             what = "outputs differ"
-        # If the loss differs, but no scalar output of a replica does, all outputs agree, and no module is at fault.
-        # Outputs of unknown classes are an exception, because the check cannot compare them.
+        # If the loss is the first result that differs, all outputs agree, so no module is at fault. There are two
+        # exceptions: a replica may have returned a wrong scalar, and the check cannot compare outputs of unknown
+        # classes.
         is_inside = evidence or kind != "loss" or self._of_one["unseen"]
         where, cause = self._where(self._state()) if is_inside else ("", "")
         if where:
@@ -96,7 +102,7 @@ class Investigation:
         return in_pass + joined(*texts, most=MOST_WORDS - len(in_pass.split()))
 
     def _of_caller(self, what: str, evidence: Sequence[str]) -> list[str]:
-        """Return the parts of the message for a difference without a faulty module call."""
+        """Return the parts of the error message in case no module call is at fault."""
         overridden = self._many.parallel.overridden if self._difference.kind in IN_FORWARD else ()
         note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used" if overridden else ""
         why, line = "" if evidence or (self._hooks and self._difference.name is None) else self._why(), ""
@@ -107,17 +113,18 @@ class Investigation:
         return [what, self._hooks, line, *evidence, self._rows(), note, why, self._state() or self._calls()]
 
     def _why(self) -> str:
-        """Return the cause of a difference without a faulty module call, or "" if the cause is not certain."""
+        """Return the cause of the difference in case no module call is at fault; "" if the cause is not certain."""
         kind, name = self._difference[:2]
         why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
-        # Synchronized layers update their buffers from the whole batch. A custom `gather` that returns a list gives
-        # `loss` another argument than on one device.
+        # In two cases, the cause from `cause_of` would be wrong. A synchronized layer updates its buffers in place, but
+        # from the whole batch. If the user's `gather` returns a list, `loss` gets another argument in replicas than on
+        # one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 
     def _where_to_look(self) -> str:
-        """Return advice on where to look for the cause of a wrong gradient."""
+        """Return advice for the user: where in the model to look for the cause of a wrong gradient."""
         kind, name = self._difference[:2]
         if kind != "gradient" or any(True for _ in scalars(self._of_one, self._of_many)):
             return ""
@@ -128,7 +135,10 @@ class Investigation:
         return f"{where} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
 
     def _rows(self) -> str:
-        """Return a note if an output has the right rows in another order, and another number of rows than samples."""
+        """Return a note if an output has the right rows in a wrong order.
+
+        The order can be wrong if the output has more or fewer rows than the batch has samples.
+        """
         one, many = (taken["output"].get(self._difference.name) for taken in (self._of_one, self._of_many))
         total = self._check.rows[0].total
         if one is None or many is None or not one.dim() or len(one) == total:
@@ -137,26 +147,27 @@ class Investigation:
         return why if agree(numbers_of(many).sort(0).values, numbers_of(one).sort(0).values) else ""
 
     def _state(self) -> str:
-        """Return a note about attributes and buffers that differed from one device before the pass."""
+        """Return a note with the attributes and buffers whose values in replicas were wrong before the pass."""
         if buffers := [name for name in self._lost if name in dict(self._one.module.named_buffers())]:
             return f"the buffer {', '.join(buffers)} differs from that on one device: {IN_PLACE}"
         differs = f"{', '.join(self._lost)} differs from one device" if self._lost else ""
         why = f"what forward() sets on self ends with the replica, so {differs}; change a buffer in place instead, or"
-        # A hook that refers to the user's model may have set the attribute there.
+        # If a hook refers to the user's model, this hook may be the cause. So do not name `forward` as the cause.
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
-        """Return whether the wrong result changes if the replicas run the pass with these function modes."""
+        """Run the pass in replicas with these function modes; return whether the wrong result changes."""
         kind, name = self._difference[:2]
-        with suppress(FailsInReplicas):  # A patched output may have a wrong shape for the replica.
+        with suppress(FailsInReplicas):  # Later code in a replica may refuse the shape of the replaced output.
             seen = TwinRun(self._check, False, self._index).take(self._index, kind, modes)[kind]
             return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
         return False
 
     def _evidence(self) -> list[str]:
-        """Return notes about the scalar outputs of replicas, such as a loss.
+        """Return notes about scalars that replicas return, such as a loss.
 
-        If replicas of the unperturbed model differ, too, the notes quote its values, because the user knows them.
+        The check has perturbed the parameters of the model, so the user does not know the values that differ. If values
+        of the unperturbed model differ, too, the notes quote these values instead.
         """
         kind, name = self._difference[:2]
         is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
@@ -179,8 +190,8 @@ class Investigation:
     def _where(self, state: str) -> tuple[str, str]:
         """Return (place, cause) of the first faulty module call, or ("", ""); see NOTE [tried for gradients].
 
-        A call is faulty if its inputs agree with one device, its output differs, and the result for the caller changes
-        when the output is replaced by the output on one device.
+        A call is faulty if three things hold: its inputs agree with one device, its output differs, and the result of
+        the whole model changes when the output from one device replaces this output.
         """
         model, check = self._many.module, self._check
         calls = [(call, suspects) for call in self._record.calls.values() if (suspects := suspects_in(call, model))]
@@ -212,11 +223,11 @@ class Investigation:
         return first, self._cause_by_line(("", None, ""), call, first, suspects[first])
 
     def _cause_by_line(self, line: Line, call: ModuleCall, number: int, suspect: ModuleCall) -> str:
-        """Return a faulty source line with a remedy. Without a certain line, return the most probable cause."""
+        """Return the faulty source line with a remedy; if no line is certain, the most probable cause."""
         text, operation, why = line
         module = self._many.module.get_submodule(call.key[0])
         called = {operation.place.name} if operation else suspect.called
-        if "grad" in called:  # The line is left out, as the fault may be in the value to differentiate.
+        if "grad" in called:  # Do not name the line of this call: the fault may be in the value that it differentiates.
             return _GRADIENT
         names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
         changed = names and f"{names} changed in this pass"
@@ -229,17 +240,20 @@ class Investigation:
         elif "batch_norm" in called:
             beside = _PLAIN_NORM
         elif operation or (not changed and self._mixes_samples(module, call, number, suspect)):
-            is_of_torch = type(module).__module__.startswith("torch.nn")  # Its code is correct.
-            # If there are several input tensors, one of them may be split along a wrong dimension.
+            is_of_torch = type(module).__module__.startswith("torch.nn")  # Torch's own code is correct.
+            # If the model gets several input tensors, the wrapper may have split one of them along a wrong dimension.
             is_open = is_of_torch or self._check.path or len(tensors_in(self._check.arguments)) > 1
             beside = beside or (_NO_SAMPLES if is_open else "")
             beside = beside if operation else f"{SAMPLES}{beside and '; '}{beside}"
         return "; ".join(filter(None, [text + (why and f": {why}"), beside or changed]))
 
     def _mixes_samples(self, module: nn.Module, call: ModuleCall, number: int, suspect: ModuleCall) -> bool:
-        """Return whether the output of a module for one sample depends on other samples, and does not change by itself.
+        """Return whether the output of a module for one sample depends on other samples.
 
-        A copy of the module runs alone: twice with the inputs of replica `number`, once with the inputs on one device.
+        A module does not count if its output changes from call to call.
+
+        For this test, a copy of the module runs outside the model: twice with the inputs of replica `number`, and once
+        with the inputs on one device.
         """
         with suppress(Exception), CheckMode(self._check.dtype):
             alone = copied(module, self._check.dtype)
@@ -250,7 +264,7 @@ class Investigation:
         return False
 
     def _cause_in_class(self, module: nn.Module, call: ModuleCall) -> str:
-        """Return a note if the class of a converted layer computes something else than the class before conversion."""
+        """Return a note if the conversion of a layer has changed the result of the layer."""
         if type(module) is not type(call.module):
             args, kwargs = call.arguments
             with suppress(Exception), CheckMode(self._check.dtype):
@@ -264,7 +278,7 @@ class Investigation:
         return _text_of_calls(self._many, self._record.begun, _BY_SAMPLE, path)
 
     def _changed_parameter(self, call: ModuleCall) -> str:
-        """Return a note if a module changes a parameter in place, and the parameter differs in replicas."""
+        """Return a note if the module changes a parameter in place, and the new value differs in replicas."""
         one, many = (taken["parameter"] for taken in (self._of_one, self._of_many))
         for name, _ in call.module.named_parameters(prefix=call.key[0]):
             if name in many and name not in self._of_one["assigned"] and not agree(many[name], one[name]):
@@ -274,7 +288,7 @@ class Investigation:
 
 
 def _text_of_calls(run: TwinRun, on_one: Mapping[str, int], remedy: str, path: str = "") -> str:
-    """Return a note about the first synchronized layer with another number of calls in replicas than on one device.
+    """Return a note about the first synchronized layer that replicas call more or less often than one device.
 
     Args:
         run: the run in replicas.
@@ -317,7 +331,9 @@ def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], r
 
 
 def text_of_failure(error: Exception, run: TwinRun) -> str:
-    """Return the message for an error raised only in replicas, with the module that raised it.
+    """Return the message for an error that only replicas raise.
+
+    The message names the module that raised the error.
 
     Args:
         error: the error from one of the replicas.
@@ -326,7 +342,8 @@ def text_of_failure(error: Exception, run: TwinRun) -> str:
     calls = _text_of_calls(run, run.check.begun, _AS_OFTEN) if isinstance(error, ReplicaSyncError) else ""
     text = f"runs on one device, but not in replicas: {type(error).__name__}: {calls or shortened(error, 30)}"
     where = ""
-    # The other replicas wait for the failed replica, and raise errors of their own when their wait ends.
+    # Find the module call that raised this error. The other replicas wait for the failed replica, and then raise errors
+    # of their own.
     for call, _ in [mode.failed for mode in run.parallel.modes if mode.failed and mode.failed[1] is error]:
         where = f"raised in {_name_of_call(call, run.module)}"
         module = run.module.get_submodule(call.key[0])
@@ -346,7 +363,7 @@ def joined(*texts: str, most: int = MOST_WORDS) -> str:
 
 
 def _different_attributes(one: nn.Module, many: nn.Module, module: str = "") -> list[str]:
-    """Return the names of attributes with other values on one device than in replicas.
+    """Return the names of attributes whose values on one device and in replicas differ.
 
     Args:
         one: the copy of the model for one device.
@@ -358,13 +375,14 @@ def _different_attributes(one: nn.Module, many: nn.Module, module: str = "") -> 
 
 
 def _attributes_of(model: nn.Module, module: str) -> dict[str, Any]:
-    """Return the attributes, parameters and buffers of a module and its submodules, by their dotted names.
+    """Return a dict of the attributes, parameters and buffers of a module and its submodules, with dotted names.
 
-    Attributes of the base class `nn.Module` are left out, and so are running statistics.
+    The result contains neither the attributes that `nn.Module` itself sets, nor running statistics.
     """
     attributes = dict[str, Any]()
     for name, child in dict(model.named_modules())[module].named_modules(prefix=module):
-        # Running statistics follow from the inputs of the layer, so they are no state that `forward` sets.
+        # Leave out running statistics: they follow from the inputs of the layer, and are no state that the user's
+        # `forward` sets.
         left_out = OF_MODULES | {*nn.BatchNorm1d(1)._buffers} if isinstance(child, BatchNormBase) else OF_MODULES
         is_opaque = isinstance(child, (nn.DataParallel, torch.jit.ScriptModule))
         members = {} if is_opaque else {**vars(child), **child._parameters, **child._buffers}
@@ -386,7 +404,7 @@ def _plain(value: Any, depth: int = 4) -> Any:  # The depth is arbitrary.
 def _name_of_call(call: ModuleCall, model: nn.Module) -> str:
     """Return the name and class of a called module, for messages.
 
-    The name of the class includes its file if a base class has the same name.
+    If a base class has the same name, the name of the class includes the file of the class.
     """
     (name, number), cls = call.key, type(model.get_submodule(call.key[0]))
     has_namesake = cls.__name__ in [base.__name__ for base in cls.__mro__[1:]]
@@ -395,7 +413,7 @@ def _name_of_call(call: ModuleCall, model: nn.Module) -> str:
 
 
 def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
-    """Return why the module is a batch norm without synchronization, or "".
+    """If the module is a batch norm that does not synchronize, return the reason, otherwise "".
 
     Args:
         module: the module, in a copy of the model with replicas.

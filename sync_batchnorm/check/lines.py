@@ -3,8 +3,9 @@
 The problem: a module gets the right inputs in a replica, and returns a wrong output. Which line of its code is wrong?
 
 The obvious way is to compare each intermediate result with one device, and to name the first different result. This
-fails, because a different result may be correct: a maximum over the chunk, only logged or subtracted before a softmax,
-differs from the maximum over the batch and does no harm. After the faulty line, all results differ anyway.
+fails, because a different result may be harmless. For example, the maximum of a chunk differs from the maximum of the
+batch, but does no harm if it is only logged, or subtracted before a softmax. After the faulty line, all results differ
+anyway.
 
 Our way is to correct results, and to see whether the output of the call becomes right:
 
@@ -21,7 +22,7 @@ Of two faulty lines, the first line with an effect on the output is named. Opera
 the patch of such an operation makes the output right, the operation that made its input is named. Operations with an
 integer result come last, too, because an index of other rows may be correct. If nothing is certain, no line is named.
 
-All this code runs only after the check has found a difference.
+The code of this file runs only after the check has found a difference.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from .passes import Check, FailsInReplicas, TwinRun
 
 __all__: list[str] = []
 
-_MOST = 5  # Largest number of operations to patch, with one pass for each. Arbitrary.
+_MOST = 5  # At most this number of operations is patched, because each patch costs a pass. The number is arbitrary.
 
 RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
 SEEDED = "it draws the same random numbers in each replica, because of a seed or a generator of its own"
@@ -45,7 +46,7 @@ Line = tuple[str, Operation | None, str]
 
 
 def line_of_call(check: Check, index: int, key: tuple[str, int], number: int) -> Line:
-    """Return the line where a module call in a replica goes wrong.
+    """Return the source line where a module call in a replica goes wrong.
 
     Args:
         check: the model and options of the check.
@@ -58,12 +59,13 @@ def line_of_call(check: Check, index: int, key: tuple[str, int], number: int) ->
 
     def take(accepts: Accepts) -> CorrectOperations | None:
         modes = [CorrectOperations(one, [rows], accepts) for rows in check.rows]
-        with suppress(FailsInReplicas):  # A later operation may raise an error for the shape of a patched result.
+        # A later operation may refuse the shape of a replaced result, and raise an error.
+        with suppress(FailsInReplicas):
             TwinRun(check, False, index).take(index, "output", modes)
             return modes[number]
         return None
 
-    if not one.operations:  # A module of torch has no code of the user.
+    if not one.operations:  # Modules of torch, for example, contain no code of the user.
         return f"it begins with {one.caller}" if one.caller else "", None, ""
     text, operation = _search(take, number)
     return text, operation, _cause(check, index, key, operation) if operation else ""
@@ -72,7 +74,7 @@ def line_of_call(check: Check, index: int, key: tuple[str, int], number: int) ->
 def line_of_gradient(check: Check, index: int, name: str) -> str:
     """Return a message about the line where a gradient goes wrong in the backward pass, or "".
 
-    It is a line of a hook, or of the backward method of a custom autograd function.
+    The line belongs to a hook, or to the backward method of a custom autograd function.
 
     Args:
         check: the model and options of the check.
@@ -112,7 +114,8 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
     candidates = [*filter(Operation.gets_the_same_floats, together.candidates.values() if together else ())]
     for operation in candidates[:_MOST]:
         alone = patch_alone(operation)
-        # The patch of this operation makes the output right; or all patches together do, and this one contributes.
+        # Name this operation if its patch alone makes the output right. Also name it if all patches together make the
+        # output right, and this patch alone changes the output.
         contributes = alone and together and together.is_right and not agree(alone.output, as_it_is.output)
         if alone and (alone.is_right or contributes):
             return _line_of(operation)
@@ -123,21 +126,24 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
 
 
 def _origin_of(operation: Operation) -> Operation | None:
-    """Return the operation at the origin of another operation's wrong input, or None if the origin is not certain."""
+    """Return the operation where the wrong input of `operation` comes from, or None if this is not certain."""
     roots = operation.roots()
     root = next(iter(roots)) if len(roots) == 1 else None
     if any(root and root.synchronizes for root in roots):
-        return None  # The inputs agree in this replica, so the fault lies in another replica.
-    if root and not root.fits and root.has_size_of_values():  # This operation may select the right rows by values.
+        # The wrong result comes from a synchronized layer. Its inputs agree in this replica, so the fault lies in
+        # another replica.
+        return None
+    # The operation may be correct, because it may select rows by their values.
+    if root and not root.fits and root.has_size_of_values():
         root = None if any(here and here.fits for here, _ in operation.origins()) else operation
-    # A call of a submodule is no origin: the check would have found a faulty submodule before.
+    # A call of a submodule cannot be the origin, because the check would have named a faulty submodule before.
     return root if root and (root is not operation or operation.called) else None
 
 
 def _line_of(operation: Operation) -> tuple[str, Operation]:
     """Return (message, operation) for a faulty operation.
 
-    If one of its inputs is a similarity matrix, the message names the operation that made the matrix.
+    If an input of the operation is a similarity matrix, the message names the operation that made the matrix.
     """
     numbers = [pair for pair in operation.different_inputs if isinstance(pair[0], SCALARS)][:2]
     if (pairs := operation.pairs) and not numbers:
@@ -181,7 +187,7 @@ def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation)
     first, again, other = (RecordOperations(check.dtype, key) for _ in range(3))
     for seed, mode in ((index, first), (index, again), (index + 1, other)):
         side.take(seed, "output", [mode])
-    with suppress(LookupError):  # An operation that does not run in each pass is not found.
+    with suppress(LookupError):  # The operation may not run in each of these passes, and then is not found.
         if _varies(operation, first, again):
             return CHANGES
         if _varies(operation, again, other):
@@ -190,7 +196,10 @@ def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation)
 
 
 def _varies(operation: Operation, before: RecordOperations, after: RecordOperations) -> bool:
-    """Return whether the result of an operation changes between two passes with the same inputs of the module call."""
+    """Return whether an operation returns different results in two passes with the same inputs.
+
+    The inputs are those of the module call that contains the operation.
+    """
     if not agree(before.arguments, after.arguments) or operation.on_one is None:
         return agree(before.arguments, after.arguments) and before.times != after.times
     number = operation.on_one.number

@@ -8,8 +8,8 @@ buffers, in three training passes.
          |                         |
         agree                     yes (a perturbation of parameters by 1e-12 moves the result as far)
 
-A fixed tolerance cannot tell errors from rounding, because some models amplify rounding. Therefore the check measures
-rounding (see passes.py), but only after it has found a difference.
+A fixed tolerance cannot distinguish errors from rounding, because some models amplify rounding. Therefore the check
+measures rounding (see passes.py), but only after it has found a difference.
 """
 
 import random
@@ -29,11 +29,13 @@ from .passes import Check, FailsInReplicas, Loss, Observed, TwinRun, beyond_roun
 
 __all__ = ["assert_matches_one_device"]
 
-# Number of passes. State that a replica loses in the first pass shows in the second pass. The third pass shows the same
-# for state that begins to change in the second pass, as in a schedule.
+# The check runs this number of passes. If a replica loses state in the first pass, the results of the second pass
+# differ. If some state begins to change only in the second pass, as in a schedule, the results of the third pass
+# differ.
 _PASSES = 3
 
-# Functions of torch that refuse tensors on the CPU: a part of their error, and the method of `super()` to call instead.
+# Some functions of torch refuse tensors on the CPU. This table maps a part of their error message to the method of
+# `super()` that the user should call instead.
 _REFUSED_BY_TORCH = {
     "Gather function not implemented for CPU": "gather(outputs, output_device)",
     "Expected a non cpu device": "scatter(inputs, kwargs, device_ids)",
@@ -79,7 +81,7 @@ def assert_matches_one_device(
     check_module(model)
     check_number("replicas", replicas)
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    # The check needs gradients, even if it is called in inference mode.
+    # The check needs gradients, so it leaves inference mode if the caller has entered it.
     with _random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         try:
             with collected_warnings() as warned, _steps_of_torch_named():
@@ -95,7 +97,7 @@ def assert_matches_one_device(
 
 @contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """Restore the random states of torch (CPU), Python and, if imported, NumPy on exit."""
+    """On exit, restore the random states of torch (CPU), of Python, and of NumPy if it is imported."""
     with torch.random.fork_rng(devices=[]), ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         if numpy := sys.modules.get("numpy"):
@@ -109,7 +111,7 @@ def _compare(check: Check) -> str:
     for index in range(_PASSES):
         one = one or TwinRun(check, True, index)
         of_one = _on_one_device(check, one, index)
-        many = many or TwinRun(check, False, index)  # This copy is made late, to save memory.
+        many = many or TwinRun(check, False, index)  # Only now make the copy for replicas, which needs memory.
         of_many = many.take(index)
         _refuse_unseen(check, of_many)
         doubt = doubt or _hidden_by_equal_chunks(check, of_one, of_many)
@@ -125,7 +127,8 @@ def _compare(check: Check) -> str:
 def _hidden_by_equal_chunks(check: Check, one: Observed, many: Observed) -> str:
     """Return a warning if each replica may return the mean of its chunk, and all chunks are equal; otherwise "".
 
-    The mean of the means of equal chunks is right, while the mean of the means of different chunks is not.
+    If each replica returns the mean of its chunk, the mean of these values is the mean of the batch only for chunks of
+    equal size. So a check with equal chunks cannot find this error.
     """
     are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
     if len({len(rows.here) for rows in check.rows}) > 1 or not are_means:
@@ -151,7 +154,10 @@ def _on_one_device(check: Check, one: TwinRun, index: int) -> Observed:
 
 @contextmanager
 def _steps_of_torch_named() -> Iterator[None]:
-    """Translate torch's errors about tensors on the CPU: name the user's method, and the method to call instead."""
+    """Replace torch's errors about tensors on the CPU by an error with a remedy.
+
+    The new error names the user's method, and the method that the user should call instead.
+    """
     try:
         yield
     except Exception as error:
@@ -163,7 +169,7 @@ def _steps_of_torch_named() -> Iterator[None]:
 
 
 def _refuse_unseen(check: Check, many: Observed) -> None:
-    """Raise a TypeError for outputs of unknown classes, unless there is a `loss` to compare in place of the outputs."""
+    """Raise a TypeError if an output has an unknown class, and there is no `loss` to compare instead."""
     for path, kind in many["unseen"].items() if check.loss is None else ():
         raise TypeError(
             f"expected outputs to compare, but got {path} of class {kind}, in which no tensors can be seen; return "

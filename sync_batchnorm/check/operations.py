@@ -1,13 +1,14 @@
-"""Observe the operations in the code of one module call, and compare operations in replicas with one device.
+"""Observe the operations inside one module call, and compare their results in replicas with those on one device.
 
 An **operation** is a call of a torch function in the code of the module itself, or a call of a submodule. It is found
 on one device by its place in the user's source code, and by the number of earlier runs of this place. These numbers do
 not match in a loop of another length, or in a backward pass with the hooks of all replicas. In these cases, a run in a
 replica is compared with the run of the same place on one device that has the same inputs.
 
-The **rows** of a replica are found by sizes: a dimension holds samples if its size is proportional to the number of
-rows in the replica's chunk (see `chunk_of`). Sizes that depend on values are ambiguous, as for `nonzero`, `x[mask]`, or
-padded sequences. Therefore results of other shapes than on one device are not compared.
+The **rows** of a replica in a tensor are found by the sizes of the tensor: a dimension holds samples if its size is
+proportional to the number of rows in the replica's chunk (see `chunk_of`). This fails for sizes that depend on values,
+as for `nonzero`, `x[mask]`, or padded sequences. So if the shape of a result does not fit the replica's chunk, the
+result is not compared.
 """
 
 import linecache
@@ -46,27 +47,29 @@ from .twin import CallKey, CheckMode, ModuleCall, Rows, go_backward
 
 __all__: list[str] = []
 
-_WIDTH = 60  # Largest number of quoted characters of source code. Arbitrary.
+_WIDTH = 60  # A message quotes at most this number of characters of source code. The number is arbitrary.
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CHECK = os.path.dirname(__file__) + os.sep
 _LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
-Accepts = Callable[["Operation"], bool]  # returns whether to replace the wrong result of an operation
+Accepts = Callable[["Operation"], bool]  # a function that returns whether to replace the wrong result of an operation
 
 
 class Place(NamedTuple):
     """The place of an operation in the user's source code."""
 
     code: CodeType  # code object of the user's function
-    instruction: int  # offset of the bytecode instruction in this code object
+    instruction: int  # offset of the bytecode instruction of the call in `code`
     name: str  # name of the called torch function or submodule
 
     def __str__(self) -> str:
-        """Return the quoted source code, with the names of its file and function, and the number of its line."""
+        """Return the quoted source code, with its line number and the names of its file and function."""
         line, end, column, end_column = list(self.code.co_positions())[self.instruction // 2]
         file, line = self.code.co_filename, line or self.code.co_firstlineno
         lines = [text.encode() for text in linecache.getlines(file)[line - 1 : end or line]]
-        if lines and self.name != "__setitem__":  # For an assignment, Python's columns end at the equals sign.
+        # For an assignment such as `x[0] = y`, quote whole lines: Python reports only the columns before the equals
+        # sign.
+        if lines and self.name != "__setitem__":
             lines[-1] = lines[-1][:end_column]
             lines[0] = lines[0][column:]
         source = " ".join(b"".join(lines).decode(errors="ignore").split())
@@ -86,24 +89,25 @@ class Operation:
     result: Any = None  # copy of the result
     draws: bool = False  # whether the operation draws random numbers from a generator of torch
     # The fields of an operation in a replica:
-    called: Any = None  # (torch function, args, kwargs) of the operation, or None for a call of a submodule
+    called: Any = None  # the call as (torch function, args, kwargs); None for a call of a submodule
     on_one: "Operation | None" = None  # the same operation on one device, or None if one device has not run it
-    rows: Rows = WHOLE  # rows of the replica's chunk in the batch
-    # The inputs that differ from one device, as pairs (replica, one device). A scalar stands for itself. The operation
-    # that made a tensor stands for the tensor, and None for a tensor from outside of the observed code.
+    rows: Rows = WHOLE  # which rows of the batch are in the replica's chunk
+    # The inputs that differ from one device, as pairs (input in the replica, input on one device). For a tensor, the
+    # pair contains the operation that made the tensor, or None if the tensor comes from outside the observed code. A
+    # number or string is in the pair itself.
     different_inputs: list[tuple[Any, Any]] = field(default_factory=list)
-    # The operation that made an input with two dimensions of samples, such as a similarity matrix.
+    # If an input has two dimensions of samples, as a similarity matrix has, this is the operation that made the input.
     pairs: "Operation | None" = None
-    has_pairs: bool = False  # whether the result has two dimensions of samples
+    has_pairs: bool = False  # whether two dimensions of the result hold samples, as in a similarity matrix
     differs: bool = False  # whether the result differs from the result on one device
     fits: bool = True  # whether the shape of the result allows a comparison with one device
 
     def origins(self) -> "list[tuple[Operation | None, Operation | None]]":
-        """Return the operations that made the different tensor inputs, as pairs (replica, one device)."""
+        """Return the operations that made the different input tensors, as pairs (in the replica, on one device)."""
         return [pair for pair in self.different_inputs if any(isinstance(origin, Operation) for origin in pair)]
 
     def gets_another(self) -> bool:
-        """Return whether an input tensor from outside of the observed code differs from one device."""
+        """Return whether an input tensor differs from one device, and comes from outside the observed code."""
         return (None, None) in self.different_inputs
 
     def is_candidate(self) -> bool:
@@ -111,25 +115,27 @@ class Operation:
         return self.differs and self.fits and bool(self.origins() or not self.synchronizes)
 
     def gets_the_same(self) -> bool:
-        """Return whether all inputs that other operations made agree with one device."""
+        """Return whether the inputs that come from other operations all agree with one device."""
         return self.on_one is not None and not self.origins()
 
     def gets_the_same_floats(self) -> bool:
-        """Return whether all inputs that other operations made agree, and all results are floats or complex numbers."""
+        """Return whether the inputs from other operations all agree, and all results are floats or complex numbers."""
         results = tensors_of(self.on_one and self.on_one.result)
         return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
     def roots(self) -> "set[Operation | None]":
-        """Return the operations where the differences of the inputs begin; None stands for an unknown operation."""
+        """Return the operations where the differences in the inputs begin; None stands for an unknown operation."""
         pairs = self.origins()
         origins = {here if here and here.on_one is there and here.differs else None for here, there in pairs}
         roots = {root for origin in origins for root in (origin.roots() if origin else {None})} or {self}
-        # If one operation made all different inputs, and several roots lead to it, the operation itself is the root.
+        # If one operation made all inputs that differ, and this operation has several roots, return this operation in
+        # place of its roots.
         return roots if len(roots) == 1 or len(origins) > 1 else origins
 
     def has_size_of_values(self) -> bool:
         """Return whether the shape of the result depends on values, as for `nonzero`."""
-        with suppress(Exception):  # A function that needs values raises an error for tensors on the meta device.
+        # Tensors on the meta device have no values, so a function that needs values raises an error.
+        with suppress(Exception):
             args, kwargs = mapped(self.called[1:], lambda tensor: tensor.detach().to("meta"))
             return self.called[0](*args, **kwargs) is NotImplemented
         return True
@@ -146,9 +152,9 @@ class _OperationMode(CheckMode):
     def __init__(self, dtype: torch.dtype, key: CallKey | None) -> None:
         super().__init__(dtype)
         self.key = key
-        self.times: Counter[Place] = Counter()  # number of runs of each place in the source code
-        self.makers = dict[int, Operation]()  # the operation that made a tensor, by the id of the tensor
-        self._running_children = dict[int, Operation]()  # the running calls of submodules, by the id of the call
+        self.times: Counter[Place] = Counter()  # maps each place in the source code to the number of its runs
+        self.makers = dict[int, Operation]()  # maps the id of each tensor to the operation that made the tensor
+        self._running_children = dict[int, Operation]()  # maps the id of each running submodule call to its operation
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         operation = self._started(getattr(func, "__name__", ""))
@@ -176,7 +182,7 @@ class _OperationMode(CheckMode):
         return self.observe_result(operation, output) if operation else None
 
     def _started(self, name: str, child: nn.Module | None = None) -> Operation | None:
-        """Return an operation for the call of a torch function or submodule, or None outside of the observed code."""
+        """Make the `Operation` for a call of a torch function or submodule; return None outside the observed code."""
         call = self._running[-1]
         if (call.module is None or call.key != self.key) if self.key else call.module is not None:
             return None
@@ -190,10 +196,12 @@ class _OperationMode(CheckMode):
         )
 
     def observe_inputs(self, operation: Operation, arguments: Any) -> None:
-        """Record the inputs of an operation, or compare them with one device, before the operation runs."""
+        """Before an operation runs, record its inputs, or compare the inputs with those on one device."""
 
     def observe_result(self, operation: Operation, output: Any, is_in_place: bool = False) -> Any:
-        """Record the result of an operation, or compare it with one device, and return the result to use instead.
+        """After an operation, record its result, or compare the result with one device.
+
+        Return the result that the calling code gets: the same result, or a corrected one.
 
         Args:
             operation: the operation.
@@ -205,7 +213,7 @@ class _OperationMode(CheckMode):
 def _frame_of_user(module: nn.Module | None) -> tuple[FrameType | None, bool]:
     """Return (innermost frame of the user's code, whether a layer of this library runs inside of this frame).
 
-    The frame is None if the running module has no code of the user, as a module of torch.
+    The frame is None if the running module contains no code of the user, for example because it is a module of torch.
 
     Args:
         module: the module of the running call, or None in a backward pass.
@@ -226,9 +234,10 @@ class RecordOperations(_OperationMode, RecordMode):
 
     def __init__(self, dtype: torch.dtype, key: CallKey | None) -> None:
         super().__init__(dtype, key)
-        self.operations = dict[Place, list[Operation]]()  # for each place, its runs in their order
-        self.arguments = self.output = None  # copies of the inputs and the output of the observed module call
-        # The line that makes the observed call, or None if a container of torch makes it, such as nn.Sequential.
+        self.operations = dict[Place, list[Operation]]()  # maps each place in the source code to a list of its runs
+        self.arguments = self.output = None  # copies of the inputs and of the output of the observed module call
+        # The line of the user's code that makes the observed call; None if the call is made by a container of torch,
+        # such as nn.Sequential.
         self.caller: Place | None = None
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
@@ -258,7 +267,7 @@ class RecordOperations(_OperationMode, RecordMode):
 
 
 class CorrectOperations(_OperationMode):
-    """Compare operations in replicas with one device, and replace the results of some of them by the right results.
+    """Compare operations in replicas with one device, and replace wrong results of some operations by right results.
 
     Args:
         one: the operations on one device.
@@ -269,13 +278,13 @@ class CorrectOperations(_OperationMode):
     def __init__(self, one: RecordOperations, rows: Sequence[Rows], accepts: Accepts) -> None:
         super().__init__(one.dtype, one.key)
         self.one, self._rows, self._accepts = one, rows, accepts
-        self._alive: list[Tensor] = []  # keeps results alive: another tensor may get the id of a freed tensor
-        self.candidates = dict[Place, Operation]()  # for each place, the first operation that may be faulty
+        self._alive: list[Tensor] = []  # keeps results alive, because Python may reuse the id of a freed tensor
+        # Maps each place in the source code to its first run that may be faulty
+        self.candidates = dict[Place, Operation]()
         self.is_right = False  # whether the output of the observed call agrees with one device
         self.output: Any = None  # output of the observed call
-        self.of_output: Operation | None = (
-            None  # a made-up operation that gets the output of the observed call as input
-        )
+        # An artificial operation, which gets the output of the observed call as input
+        self.of_output: Operation | None = None
 
     def end(self, call: ModuleCall, output: Any) -> Any:
         if call.key != self.key:
@@ -295,7 +304,9 @@ class CorrectOperations(_OperationMode):
             self._compare_inputs(operation, arguments, other.arguments, rows)
             if operation.gets_the_same() and not operation.gets_another():
                 return
-        if not same or not self.key:  # In a backward pass, hooks of all replicas run in any order.
+        # In a backward pass, the hooks of all replicas run in any order, so runs with the same number need not
+        # correspond.
+        if not same or not self.key:
             operation.on_one = None
 
     def _compare_inputs(self, operation: Operation, arguments: Any, on_one: Any, rows: Rows) -> None:
@@ -316,7 +327,8 @@ class CorrectOperations(_OperationMode):
         right = self._compare_result(operation, output)
         if operation.is_candidate():
             self.candidates.setdefault(operation.place, operation)
-            if self._accepts(operation) and is_in_place:  # The user's code keeps this tensor object.
+            # The user's code will use the same tensor object again, so write the right values into this object.
+            if self._accepts(operation) and is_in_place:
                 output.data.copy_(right[id(output)])
             elif self._accepts(operation):
                 output = mapped(output, lambda tensor: right.get(id(tensor), tensor))
@@ -326,7 +338,7 @@ class CorrectOperations(_OperationMode):
         return output
 
     def _compare_result(self, operation: Operation, output: Any) -> dict[int, Tensor]:
-        """Compare a result with one device, and return the right tensors by the ids of the wrong tensors."""
+        """Compare a result with one device; return a dict from the ids of wrong tensors to the right tensors."""
         one, rows, right = operation.on_one, operation.rows, dict[int, Tensor]()
         operation.differs, operation.fits = one is None, one is not None
         try:

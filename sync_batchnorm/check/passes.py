@@ -1,11 +1,11 @@
-"""Run training passes of copies of a model, on one device and in replicas, and compare the results.
+"""Run the same training passes with two copies of a model, one on one device and one in replicas; compare the results.
 
 Only results that the caller of the model sees are compared: outputs, loss, gradients, parameters and buffers. Models
 may be right as a whole although single layers differ, such as a model that sums in its `gather`.
 
-Rounding is measured: both copies run the pass once more with parameters that are perturbed by a tiny fraction of their
-values. A result that moves by a similar amount differs by rounding. A fixed tolerance would be too small for models
-that amplify rounding, and too large for others.
+Rounding errors are measured. Both copies run the pass once more, with parameters perturbed by a tiny fraction of their
+values. If a result changes by about as much as it differs between the copies, the difference is a rounding error. A
+fixed tolerance would be too small for models that amplify rounding errors, and too large for others.
 """
 
 import math
@@ -26,13 +26,15 @@ from .twin import CheckMode, Rows, Twin, copied, go_backward, rows_of_chunks, se
 __all__: list[str] = []
 
 IN_FORWARD = ("output", "value", "loss")  # kinds of results that need no backward pass
-# Number of passes with a backward pass, which takes most of the time. One is not enough: state that a replica loses in
-# the first pass shows in the second pass, and perhaps only in its gradients.
+# The first passes, up to this number, include a backward pass, which takes most of the time. One backward pass is not
+# enough: if a replica loses state in the first pass, the second pass returns wrong results, perhaps only wrong
+# gradients.
 _TRAINING = 2
-# The fraction by which parameters are perturbed to measure rounding.
+# To measure rounding errors, parameters are perturbed by about this fraction of their values.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
-# A difference counts as rounding up to this multiple of one measurement, because rounding varies from run to run. This
-# hides no errors: a perturbation of 1e-12 moves most results by about 1e-12, far below the tolerance.
+# A difference counts as a rounding error if it is at most 100 times the measured rounding error. The factor is needed
+# because rounding errors vary from run to run. It hides no other errors: a perturbation of 1e-12 changes most results
+# by about 1e-12, and 100 times this is still far below the tolerance.
 _MARGIN = 100
 
 Loss = Callable[[Any], Tensor]
@@ -51,17 +53,17 @@ ResultKey = tuple[str, Any]  # (kind, name) of a result
 #   unseen      class names of objects in the output with unreachable tensors, by their path
 #   assigned    names of parameters and buffers that `forward` has replaced by other tensors
 Observed = dict[str, dict[Any, Any]]
-Pair = tuple[Observed, Observed]  # results of the same pass: on one device, and in replicas
+Pair = tuple[Observed, Observed]  # (results on one device, results in replicas) of the same pass
 
 
 class FailsInReplicas(Exception):
-    """An error of a pass in replicas. The same pass runs on one device without an error."""
+    """The error if a pass fails in replicas, although the same pass ran on one device without an error."""
 
 
 def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
     """Return (name, wrapper) of the outermost wrapper in a model, or ("", None).
 
-    A wrapper inside of another wrapper does not count, because it makes no replicas.
+    A wrapper inside another wrapper does not count, because the inner wrapper makes no replicas.
 
     Raises:
         ValueError: for several outermost wrappers.
@@ -79,7 +81,7 @@ def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
 
 
 class Check:
-    """The model and the options of a check, and facts about the batch from the first passes.
+    """The model and the options of a check, and facts about the batch that the first passes find out.
 
     Raises:
         RuntimeError: if the process belongs to a process group, or the model cannot be copied.
@@ -101,14 +103,16 @@ class Check:
         self.grads = list[Tensor]()  # random gradients of the outputs, for a check without a `loss`
         self.rows = list[Rows]()  # rows of each replica's chunk
         self.pads = False  # whether an argument is a list of samples with different shapes
-        self.begun: Mapping[str, int] = {}  # number of calls of each module in the last pass on one device
+        # Maps the name of each module to the number of its calls in the last pass on one device
+        self.begun: Mapping[str, int] = {}
         if not path:
             self.note_rows(wrapper_like(wrapper, self.model, self.replicas), *copied(arguments, dtype))
 
     def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
-        """Note the rows of each replica's chunk, and whether an argument is a list of samples with different shapes.
+        """Set the attributes `rows` and `pads` of this check from the arguments that a wrapper gets.
 
-        If the wrapper is a submodule of the model, a hook of the wrapper calls this method with the wrapper's inputs.
+        If the wrapper is a submodule of the model, its arguments are known only in a forward pass. Then a hook of the
+        wrapper calls this method.
         """
         self.rows = self.rows or rows_of_chunks(parallel, self.replicas, inputs, kwargs)
         lists = [leaf.value for leaf in Arguments(parallel, inputs, kwargs, 1).tree.leaves if leaf.splits_by_entry()]
@@ -116,7 +120,7 @@ class Check:
 
 
 class TwinRun(Twin):
-    """A copy of the model that runs passes on one device or in replicas.
+    """A copy of the model that runs forward and backward passes, either on one device or in replicas.
 
     Args:
         check: the model and options of the check.
@@ -151,7 +155,8 @@ class TwinRun(Twin):
             modes: function mode of each replica in the forward pass.
             in_backward: function mode in the backward pass.
         """
-        self.move(index, 0.01 * self._is_moved)  # The first pass needs this, too: equal weights may hide errors.
+        # Perturb parameters also before the first pass, because equal weights may hide errors.
+        self.move(index, 0.01 * self._is_moved)
         self.parallel.modes = modes or [CheckMode(self.check.dtype) for _ in range(self.check.replicas)]
         seed(index if self._is_one or self.check.path else 1000 + index)
         try:
@@ -185,14 +190,14 @@ class TwinRun(Twin):
         return seen | {"output": dict(enumerate(map(Tensor.detach, outputs))), "loss": losses, "gradient": grads}
 
     def _after_forward(self, output: Any, memory: Mapping[str, Tensor]) -> Observed:
-        """Return the results of the forward pass, except for the tensors in the output.
+        """Return the results of a forward pass, but not yet the tensors in the output.
 
         Args:
             output: output of the model.
             memory: views of parameters and buffers from before the forward pass.
         """
         named = named_leaves(output, "output")
-        # A norm of the user's own may not count its calls, so `num_batches_tracked` is not compared.
+        # Do not compare `num_batches_tracked`, because a norm class of the user may not count its calls.
         saved = {name for name in self.module.state_dict(keep_vars=True) if not name.endswith("num_batches_tracked")}
         return {
             "path": dict(enumerate([path for path, leaf in named if isinstance(leaf, Tensor)])),
@@ -206,7 +211,10 @@ class TwinRun(Twin):
         }
 
     def _outputs(self, output: Any) -> list[Tensor]:
-        """Return the output tensors. If the user's `gather` returns a list of the replicas' outputs, join them."""
+        """Return the tensors in the output of the model.
+
+        If the user's `gather` returns a list with the outputs of the replicas, join the tensors of all replicas.
+        """
         outputs, numbers = tensors_in(output), [len(tensors_in(part)) for part in self.parallel.returned]
         is_list = "gather" in self.parallel.overridden and len({*numbers}) == 1 and len(outputs) == sum(numbers)
         if not is_list or self.check.path:
@@ -215,8 +223,12 @@ class TwinRun(Twin):
         return [torch.cat(group, self.parallel.dim) if group[0].dim() else torch.stack(group) for group in groups]
 
     def _random_loss(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return a loss with a random gradient for each output. If replicas return a scalar each, take their mean."""
-        if not self.check.grads:  # One device runs first, so that gradients have the shapes of its outputs.
+        """Return a scalar loss for which the gradient of each output is random.
+
+        If each replica returns a scalar, the mean of these scalars takes the place of the output.
+        """
+        # The pass on one device runs first, so that the random gradients get the shapes of its outputs.
+        if not self.check.grads:
             generator = torch.Generator().manual_seed(0)
             self.check.grads = [torch.randn(tensor.shape, generator=generator) for tensor in outputs]
         pairs = zip(outputs, self.check.grads, strict=False)
@@ -233,15 +245,17 @@ def _check_loss(loss: Any, outputs: Sequence[Tensor]) -> None:
 
 
 def _numbers_in(output: Any) -> dict[str, Tensor]:
-    """Return the tensors with one element in an output, by their path."""
+    """Return the one-element tensors of an output, as a dict from path to tensor."""
     leaves = dict(named_leaves(output, "output"))
     return {path: leaf.detach() for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.numel() == 1}
 
 
 def _unseen_in(output: Any) -> dict[str, str]:
-    """Return the class names of objects in an output that may hold tensors the check cannot find, by their path.
+    """Return the objects in an output that may hold tensors which the check cannot find.
 
-    If the check finds no tensor, number or string in an output, each object of the output may hold such tensors.
+    The result is a dict from the path of each object to the name of its class.
+
+    If an output holds no tensor, number or string, the result contains all objects of the output.
     """
     tree = Tree(output, path=("output",), is_output=True)
     compared = [leaf.path for leaf in tree.leaves if isinstance(leaf.value, (Tensor, *SCALARS))]
@@ -257,28 +271,29 @@ def _fresh(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_data else leaf
 
 
-_MOST = 4  # Largest number of output shapes in a message. Arbitrary.
+_MOST = 4  # A message lists at most this number of output shapes. The number is arbitrary.
 _ROWS = "return a row for each sample, and compute what concerns the whole batch from the gathered output"
 IN_PLACE = "only what replica 0 writes into it in place stays, from its own chunk; update it outside the forward pass"
 _ASSIGNED = "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass"
 _ASSIGNED += ", or in place if it is a buffer that does not depend on the batch"
 _CHANGED = "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or do so outside"
 _BACKWARD = "forward() calls backward(), which in a replica adds to the gradients of the model; call it outside"
-_KINDS = ("output", "loss", "gradient", "parameter", "buffer")  # kinds of compared tensors, in the order of the pass
+# The kinds of results that are compared as tensors, in the order in which a pass computes them
+_KINDS = ("output", "loss", "gradient", "parameter", "buffer")
 
 
 class Difference(NamedTuple):
     """One difference between the results of a pass on one device and in replicas."""
 
     kind: str  # kind of the result, such as "output" or "gradient" (see `Observed`)
-    name: Any  # name of the result; None for a random loss, and for outputs of other shapes
+    name: Any  # name of the result; None for a random loss, or if outputs differ in their number or shapes
     text: str  # the difference in words
 
 
 def differences(
     one: Observed, many: Observed, rounding: Mapping[ResultKey, float] | None = None
 ) -> Iterator[Difference]:
-    """Yield the differences between results on one device and in replicas, in the order of the pass.
+    """Yield the differences between results on one device and in replicas, in the order of their computation.
 
     Args:
         one: the results on one device.
@@ -296,7 +311,7 @@ def differences(
     sizes = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}
     for (kind, name), actual, expected in pairs_of(many, one):
         if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:
-            continue  # A scalar that each replica returns is compared as a part of the loss.
+            continue  # If each replica returns a scalar, the scalars are compared as parts of the loss.
         rounding_of_largest = _ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
         size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
@@ -304,7 +319,7 @@ def differences(
 
 
 def _text_of(kind: str, name: Any, by: float, actual: Tensor, expected: Tensor, one: Observed, many: Observed) -> str:
-    """Return the difference between two results in words.
+    """Describe the difference between two results in words.
 
     Args:
         kind, name: kind and name of the result.
@@ -328,7 +343,7 @@ def _text_of(kind: str, name: Any, by: float, actual: Tensor, expected: Tensor, 
 
 
 def cause_of(difference: Difference, one: Observed, many: Observed) -> str:
-    """Return the cause of a difference, or "" if the results of the pass do not show a certain cause.
+    """Return the cause of a difference, or "" if the results of the pass do not tell the cause for certain.
 
     Args:
         difference: the difference between two results.
@@ -347,9 +362,9 @@ def cause_of(difference: Difference, one: Observed, many: Observed) -> str:
 
 
 def pairs_of(actual: Observed, expected: Observed) -> Iterator[tuple[ResultKey, Tensor, Tensor]]:
-    """Yield (key, actual tensor, expected tensor) for all results of two passes.
+    """For each result of two passes, yield (key of the result, actual tensor, expected tensor).
 
-    A tensor of zeros stands for None, as for a parameter without a gradient, and for a missing result.
+    A tensor of zeros takes the place of a missing result, or of a gradient that is None, as for an unused parameter.
     """
     for kind in _KINDS:
         for name, tensor in expected[kind].items():
@@ -367,9 +382,9 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
 
 
 def scalars(one: Observed, many: Observed) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Yield (values in replicas, value on one device, name) for each scalar output of the replicated module.
+    """For each scalar output of the replicated module, yield (values in replicas, value on one device, name).
 
-    A scalar with the same value in all replicas and on one device is left out, such as a temperature.
+    A scalar such as a temperature is left out if it has the same value in all replicas and on one device.
     """
     parts, on_one = many["returned"].values(), one["returned"].get(0, {})
     for path, tensor in on_one.items() if parts else ():
@@ -381,7 +396,7 @@ def scalars(one: Observed, many: Observed) -> Iterator[tuple[Tensor, Tensor, str
 
 
 def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
-    """Return the first difference that is too large for rounding, or None.
+    """Return the first difference that is larger than the rounding errors, or None.
 
     Args:
         check: the model and options of the check.
@@ -390,7 +405,8 @@ def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
     """
     rounding = _moved(check, index, pair, _ROUNDING[check.dtype])
     for is_repeated in (False, True):
-        if is_repeated:  # A result that changes from run to run is random, so its change is no measure of rounding.
+        # A result that changes between equal runs is random, so its change does not measure rounding errors.
+        if is_repeated:
             itself = _moved(check, index, pair, 0.0)
             rounding = {key: by for key, by in rounding.items() if not itself.get(key)}
         for difference in differences(*pair, rounding):
@@ -400,9 +416,9 @@ def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
 
 
 def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey, float]:
-    """Return how far each result moves if parameters are perturbed, multiplied by a safety margin.
+    """Perturb parameters, and return for each result its change, multiplied by a safety margin.
 
-    If the result moves farther in replicas than on one device, or less far, the larger distance counts.
+    A result may change by different amounts in replicas and on one device. The larger of the two amounts counts.
 
     Args:
         check: the model and options of the check.
@@ -419,9 +435,9 @@ def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey
 
 
 def _is_state(check: Check, index: int, pair: Pair, name: str) -> bool:
-    """Return whether a buffer carries state: the value after a pass on one device depends on the value before."""
+    """Return whether a buffer carries state: its value before a pass on one device affects its value after."""
     side = TwinRun(check, True, index)
-    with suppress(Exception):  # `forward` may raise an error for the changed value.
+    with suppress(Exception):  # `forward` may raise an error because the buffer has another value.
         buffer = dict(side.module.named_buffers())[name]
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
         return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))

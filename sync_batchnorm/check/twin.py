@@ -1,10 +1,10 @@
-"""Make comparable copies ("twins") of a model and its wrapper: one for one device, one for replicas.
+"""Make two comparable copies ("twins") of a model and its wrapper: one for one device, and one for replicas.
 
 Both copies compute on the CPU, in one dtype, and without dropout, so that a difference between them is an error of the
-model in replicas. The torch function mode `CheckMode` sees to this, and keeps track of the running module calls.
+model in replicas. The torch function mode `CheckMode` enforces this, and keeps track of the running module calls.
 
-The parameters of both copies are perturbed before each pass. Otherwise a weight of zeros, or two branches with equal
-weights and opposite signs, would hide an error in the layers before.
+The parameters of both copies are perturbed before each pass. Without this, a weight of zeros would hide an error in the
+layers before it. Two branches with equal weights and opposite signs would hide such an error, too.
 """
 
 import copy
@@ -41,19 +41,19 @@ _OF_ORIGINAL = "hooks that refer to the model use attributes of the original, no
 
 
 def seed(number: int) -> None:
-    """Seed the generators of torch for the CPU, of Python, and of NumPy if it is imported."""
+    """Seed the random generators of torch (CPU), of Python, and of NumPy if it is imported."""
     torch.default_generator.manual_seed(number)
     random.seed(number)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(number)
 
 
-# A hook of a replica must reach the function mode of its own thread. Torch keeps the active modes of each thread, and a
-# call of an overridable torch function invokes `__torch_function__` of the active mode. So hooks call this overridable
-# function.
+# A hook in a replica must reach the function mode of the replica's thread. Torch knows the active function mode of each
+# thread: if the thread calls an overridable torch function, torch hands the call to the mode's `__torch_function__`. So
+# hooks call the following function, which is made overridable.
 @wrap_torch_function(lambda name, *_: (name,))
 def notify_module_call(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
-    """Tell the function mode of this thread that a module call begins. If there is an output, the call has ended."""
+    """Tell the function mode of this thread that a module call begins, or has ended if an output is given."""
 
 
 CallKey = tuple[str, int]  # name of the called module, and the number of earlier calls of this module in the pass
@@ -67,13 +67,14 @@ class ModuleCall:
     key: CallKey
     # Names of some functions that the module calls directly: "batch_norm", "sync_batch_norm" and "grad".
     called: set[str] = field(default_factory=set)
-    # (args, kwargs) of the call. One device keeps a copy of them. A replica keeps them only if the output is wrong.
+    # The arguments of the call: (args, kwargs). A call on one device keeps a copy of its arguments. A call in a replica
+    # keeps its arguments only if its output is wrong.
     arguments: Any = None
-    output: Any = None  # a copy of the output; only for a call on one device
-    # Name of the output tensor with the largest gap, and this gap in words. Only for a wrong output in a replica.
+    output: Any = None  # a copy of the output of a call on one device; None for a call in a replica
+    # If the output of a call in a replica is wrong: the name of the tensor with the largest gap, and this gap in words.
     gap: tuple[str, str] = ("", "")
-    # Only for a call on one device: the same call in each replica, by the number of the replica. None stands for a call
-    # with other arguments than on one device.
+    # For a call on one device, this dict maps the number of each replica to the same call in the replica. The value is
+    # None if the arguments of the call in the replica differ from those on one device.
     in_replicas: "dict[int, ModuleCall | None]" = field(default_factory=dict)
 
 
@@ -86,7 +87,7 @@ class CheckMode(TorchFunctionMode):
         self.dropped = dict[str, None]()  # names of the dropout functions that this mode has switched off
         self.failed: tuple[ModuleCall, Exception] | None = None  # the innermost call that raised an error
         self._running = [ModuleCall(None, ("", 0))]  # the running module calls, innermost last
-        self.begun: Counter[str] = Counter()  # number of calls of each module, by its name
+        self.begun: Counter[str] = Counter()  # maps the name of each module to the number of its calls so far
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if in_transform():  # Tensors inside torch.vmap have no dimension of samples to compare.
@@ -108,7 +109,7 @@ class CheckMode(TorchFunctionMode):
             if any([*args[4:5], kwargs.pop("dropout_p", 0.0)]):
                 self.dropped[name] = None
             args = (*args[:4], *[0.0 for _ in args[4:5]], *args[5:])
-        if not name.endswith("_"):  # In-place functions must write into the original tensors.
+        if not name.endswith("_"):  # In-place functions must get the original tensors, because they write into them.
             args = tuple(map(self.converted, args))
         return self.converted(func(*args, **kwargs))
 
@@ -132,8 +133,9 @@ class CheckMode(TorchFunctionMode):
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and (self.failed is None or self.failed[1] is not error):
             self.failed = self._running[-1], error
-        # The innermost running call may be the call of another module: an error skips the hooks at the end of a call,
-        # and a hook of the user may raise an error before our hook at the begin of a call.
+        # After an error, `_running` may still contain calls of other modules that have ended. This happens if an error
+        # skips the hook at the end of a call, or if a hook of the user raises an error before our hook at the start of
+        # a call.
         while any(call.module is module for call in self._running):
             call = self._running.pop()
             if call.module is module:
@@ -141,10 +143,10 @@ class CheckMode(TorchFunctionMode):
         return None
 
     def begin(self, call: ModuleCall, arguments: Any) -> Any:
-        """React to the begin of a module call. May return other arguments for the call."""
+        """Handle the start of a module call. A return value other than None replaces the arguments of the call."""
 
     def end(self, call: ModuleCall, output: Any) -> Any:
-        """React to the end of a module call. May return another output for the caller."""
+        """Handle the end of a module call. A return value other than None replaces the output of the call."""
 
 
 def _drops(args: Sequence[Any], kwargs: Any) -> bool:
@@ -153,8 +155,9 @@ def _drops(args: Sequence[Any], kwargs: Any) -> bool:
     return bool(kwargs.get("p", p) and kwargs.get("training", kwargs.get("train", trains)))
 
 
-# Names of attributes with the probability to drop a value, path or layer, by the package of the module's class. A class
-# with the name DropPath counts as part of timm, because users mostly copy this class from timm.
+# Modules with dropout keep the probability to drop a value, path or layer in an attribute. The table `_PROBABILITIES`
+# lists the names of such attributes for some packages. A class named DropPath counts as a class of timm, because users
+# mostly copy this class from timm.
 _DROPPING = ("drop_prob", "layerdrop", "drop_connect_rate")
 _PACKAGES = ("timm", "transformers", "monai", "segmentation_models_pytorch")
 _PROBABILITIES = {"torchvision": ("p",), **dict.fromkeys(_PACKAGES, _DROPPING)}
@@ -171,7 +174,8 @@ class _Copying(CheckMode):
 
 def copied(tree: Any, dtype: torch.dtype) -> Any:
     """Copy modules or arguments; tensors of the copy are on the CPU, in `dtype`."""
-    with torch.no_grad(), _Copying(dtype):  # With grad mode, copies of scripted parameters get a grad_fn.
+    # In grad mode, copies of the parameters of scripted modules would get a grad_fn.
+    with torch.no_grad(), _Copying(dtype):
         return copy.deepcopy(tree)
 
 
@@ -196,24 +200,26 @@ class Twin:
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)
             if isinstance(module, _SynchronizedBatchNorm):
-                module.__dict__["eps_mode"] = "plus"  # On one device, layers always use this rule for eps.
-                if is_one and module._former_class is not None:  # One device runs the class before the conversion.
+                # A batch norm on one device always uses the rule "plus" for eps, so replicas must use this rule, too.
+                module.__dict__["eps_mode"] = "plus"
+                # On one device, use the class that the layer had before its conversion.
+                if is_one and module._former_class is not None:
                     object.__setattr__(module, "__class__", module._former_class)
             if isinstance(module, nn.DataParallel):
                 module.device_ids = []  # Without devices, nn.DataParallel calls its module directly.
             for hooks in [vars(module)[hooks] for hooks in HOOKS if hooks in vars(module)]:
                 hooks.update({number: _rebound(hook, copies) for number, hook in hooks.items()})
             if not isinstance(module, torch.jit.ScriptModule):  # Scripted modules refuse Python hooks.
-                # Our hook runs before the user's hooks, because they may raise an error.
+                # Our hook runs before the user's hooks, because a hook of the user may raise an error.
                 module.register_forward_pre_hook(partial(notify_module_call, name), with_kwargs=True, prepend=True)
                 module.register_forward_hook(partial(notify_module_call, name), with_kwargs=True, always_call=True)
 
     def _take_over_attributes(self, model: nn.Module) -> None:
-        """Copy the user's attributes of parameters and buffers, and note the order of gradients in backward passes."""
+        """Copy the attributes that the user has set on parameters and buffers, and record the order of gradients."""
         originals: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in self.module.named_parameters():
-            if originals[name].requires_grad:  # The copy of a scripted module loses this flag.
-                # The hook notes only the name of the parameter, because `.grad` keeps the gradient anyway.
+            if originals[name].requires_grad:  # A copied scripted module loses `requires_grad`.
+                # The hook records only the name of the parameter, because the gradient will be in `.grad` anyway.
                 parameter.requires_grad_().register_hook(lambda _, name=name: self.order.setdefault(name))
         originals |= dict(model.named_buffers(remove_duplicate=False))
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
@@ -222,8 +228,8 @@ class Twin:
     def text_of_hooks(self) -> str:
         """Return a note about a hook that refers to the user's model in place of this copy, or "".
 
-        Such a hook writes into an attribute or a container of the user's model. The methods of the copy read the same
-        attribute of the copy, so that they never see the value from the hook.
+        Such a hook writes a value into an attribute or a container of the user's model. The methods of the copied model
+        read the attribute of the copy instead, and never see this value.
         """
         original = self._original.named_modules()
         held = [(f"{name}.{key}", value) for name, child in original for key, value in vars(child).items()]
@@ -234,10 +240,8 @@ class Twin:
         for module, hook, variables in hooks_of(self.module):
             values, code = [*variables.values(), *(hook.__defaults__ or ())], hook.__code__
             words = {name for other in codes - {code, None} for name in other.co_names} - OF_MODULES
-            words &= {
-                *code.co_names,
-                *code.co_consts,
-            }  # A call of setattr has the attribute's name among the constants.
+            # If the code calls `setattr`, the attribute's name is one of its constants.
+            words &= {*code.co_names, *code.co_consts}
             used = [key for value in values if isinstance(value, nn.Module) for key in vars(value) if key in words]
             if used := [*used, *[names[id(value)] for value in values if id(value) in names]]:
                 name = f"{hook.__qualname__} of {module or 'the model itself'} ({', '.join(used)})"
@@ -245,7 +249,7 @@ class Twin:
         return ""
 
     def memory(self) -> dict[str, Tensor]:
-        """Return views of parameters and buffers. They show later whether `forward` has assigned other tensors."""
+        """Return views of parameters and buffers, to find out later whether `forward` has assigned other tensors."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         return {name: tensor.detach() for name, tensor in tensors if tensor.layout == torch.strided}
 
@@ -261,13 +265,12 @@ class Twin:
 
     @torch.no_grad()
     def move_constants(self, is_moved: bool) -> None:
-        """Perturb parameters with equal values, such as zeros: a weight of zeros would hide an error before it."""
+        """Perturb parameters with all entries equal: a weight of zeros would hide errors in the layers before it."""
         for name, parameter in self.module.named_parameters():
             if is_moved and _trains(parameter) and bool(parameter.eq(first := parameter.flatten()[0]).all()):
                 size = (0.1 * first.abs()).clamp(min=0.02) * (0.5 + _numbers_like(parameter, name).abs())
-                parameter.add_(
-                    -size if first < 0 else size
-                )  # Zeros become positive: their square root must not be NaN.
+                # Parameters of zeros become positive, because their square root must not be NaN.
+                parameter.add_(-size if first < 0 else size)
 
     @torch.no_grad()
     def move(self, index: int, by: float) -> None:
@@ -287,7 +290,7 @@ def _trains(tensor: Tensor) -> bool:
 
 
 def _numbers_like(parameter: Tensor, name: str) -> Tensor:
-    """Return normal random numbers in the shape of a parameter, seeded by a name.
+    """Return normally distributed random numbers in the shape of a parameter, with a seed computed from `name`.
 
     To save time, the numbers repeat after 1021 entries.
     """
@@ -297,20 +300,20 @@ def _numbers_like(parameter: Tensor, name: str) -> Tensor:
 
 
 def shortened(error: Exception, most: int) -> str:
-    """Return the first `most` words of the text of an error."""
+    """Return the text of an error, shortened to at most `most` words."""
     words = str(error).split()
     return " ".join(words[:most]) + (" ..." if len(words) > most else "")
 
 
 def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
-    """Return a hook with copies in its closure in place of the user's modules.
+    """Return a hook whose closure refers to the copied modules in place of the user's modules.
 
     Args:
         hook: a hook of the user's model.
         copies: the copy of each module, by the id of the user's module.
     """
     closure = list[Any]()
-    with suppress(ValueError):  # The user's code may not have set a variable of the closure yet.
+    with suppress(ValueError):  # A variable in the closure of a hook may have no value yet.
         closure = [cell.cell_contents for cell in hook.__closure__ or ()] if type(hook) is FunctionType else []
     if not copies.keys() & set(map(id, closure)):
         return hook
@@ -321,7 +324,7 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
 
 
 def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
-    """Run the backward pass of a copied model, and restore the gradients of all other tensors.
+    """Run the backward pass of a copied model, and afterwards restore the gradients of tensors outside the copy.
 
     The graph may contain parameters of the user outside of the model. They keep the values of `.grad`.
 
@@ -337,9 +340,11 @@ def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
     for leaf, _ in grads:
-        leaf.grad = None  # Otherwise autograd would add to the user's gradient in place.
-    with mode:  # A checkpoint runs a part of the forward pass again, and needs the function mode, too.
-        torch.autograd.backward(edge)  # Called with a tensor in place of an edge, torch disables the function mode.
+        leaf.grad = None  # If the user's gradient stayed in `.grad`, autograd would add to this tensor in place.
+    # In the backward pass, activation checkpointing runs parts of the forward pass again. These parts need the function
+    # mode, too.
+    with mode:
+        torch.autograd.backward(edge)  # Pass an edge: for a tensor, torch would disable the function mode.
     for leaf, grad in grads:
         leaf.grad = grad
 
@@ -356,7 +361,7 @@ _USUAL = {getattr(cls, name) for cls in (nn.DataParallel, DataParallelWithCallba
 
 
 class CheckedWrapper(DataParallelWithCallback):
-    """A wrapper for replicas on the CPU. Each replica runs in a function mode of its own."""
+    """A `DataParallel` wrapper whose replicas all run on the CPU, each in a function mode of its own."""
 
     overridden: Sequence[str] = ()  # names of the methods that the class of the user's wrapper overrides
     modes: Sequence[CheckMode]  # function mode of each replica
@@ -383,16 +388,17 @@ def _call_in_mode(mode: CheckMode, replica: nn.Module, /, *args: Any, **kwargs: 
 
 
 def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replicas: int) -> CheckedWrapper:
-    """Return a wrapper of `module` on the CPU, with the methods and attributes of the user's wrapper."""
+    """Return a copy of the user's wrapper, with `replicas` replicas of `module` on the CPU."""
     parallel = CheckedWrapper(module, ["cpu"] * replicas)
-    wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])  # Warnings show the name of its class.
+    wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])  # Warnings quote the class of this wrapper.
     cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # the class before `patch_replication_callback`
     bases = (CheckedWrapper,) if issubclass(CheckedWrapper, cls) else (cls, CheckedWrapper)
     methods = {name: getattr(CheckedWrapper, name) for name in ("replicate", "parallel_apply", "__call__")}
     object.__setattr__(parallel, "__class__", type(cls.__name__, bases, methods))
     kept = {*vars(nn.Module()), "device_ids", "output_device", "src_device_obj"}
     for name in vars(wrapper).keys() - kept:
-        held = vars(wrapper)[name]  # A method that is an attribute of the user's wrapper is bound to the new wrapper.
+        # If the user's wrapper keeps one of its own methods in an attribute, bind this method to the new wrapper.
+        held = vars(wrapper)[name]
         parallel.__dict__[name] = held.__func__.__get__(parallel) if getattr(held, "__self__", 0) is wrapper else held
     parallel.__dict__["_modules"] = {**vars(wrapper)["_modules"], "module": module}
     parallel.overridden = [name for name in _METHODS if name in vars(wrapper) or getattr(cls, name) not in _USUAL]
@@ -420,10 +426,10 @@ def rows_of_chunks(parallel: CheckedWrapper, replicas: int, inputs: Any, kwargs:
 
 
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:
-    """Return the number of rows in each chunk from a user's `scatter`, which does not report these numbers.
+    """Find out the number of rows in each chunk that the user's own `scatter` has made.
 
-    In some dimension of the tensors, the sizes of all chunks add up to a size of the batch. These sizes are the numbers
-    of rows. If no tensor has such a dimension, the lengths of lists are the numbers of rows.
+    In the dimension of samples, the sizes of a tensor in all chunks add up to its size in the batch. The sizes in the
+    first such dimension are the numbers of rows. If no tensor has such a dimension, the lengths of lists are used.
 
     Args:
         chunks: (args, kwargs) of each chunk.
@@ -437,4 +443,5 @@ def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[in
             if sum(sizes) in totals:
                 return list(sizes)
     lists = [[value for value in children_of(args).values() if isinstance(value, (list, tuple))] for args, _ in chunks]
-    return [len(of_chunk[0]) if of_chunk else 0 for of_chunk in lists]  # The first list has an entry for each sample.
+    # The first list in the arguments is assumed to have an entry for each sample.
+    return [len(of_chunk[0]) if of_chunk else 0 for of_chunk in lists]

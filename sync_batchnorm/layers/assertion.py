@@ -20,7 +20,7 @@ from .layer import _SynchronizedBatchNorm
 
 __all__ = ["assert_synchronized"]
 
-# All `DataParallel` modules of a model. The value for each `DataParallel` is the set of modules inside it.
+# Maps each `DataParallel` of a model to the set of all modules inside this `DataParallel`.
 Wrappers = Mapping[DataParallel[Any], set[nn.Module]]
 
 
@@ -29,9 +29,10 @@ def assert_synchronized(
 ) -> None:
     """Raise an error unless all batch norms of `model` are converted, connected and in training mode.
 
-    Call it in training mode, before you freeze layers, see "Freezing layers" on the page "Usage". The model does not
-    run. A wrapper of one device passes, and so does a plain norm outside every wrapper: each gets the whole batch. A
-    converted norm outside every wrapper needs `ignore`, unless processes exchange.
+    Call this function in training mode, before you freeze layers, see "Freezing layers" on the page "Usage". The model
+    does not run. A wrapper with one device is accepted. A plain norm outside every wrapper is accepted, too, because it
+    gets the whole batch. A converted norm outside every wrapper is an error, unless `ignore` names it, or several
+    processes exchange.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))
@@ -70,7 +71,7 @@ def assert_synchronized(
 
 
 def _check_ignore(ignore: Any, norms: Collection[str]) -> None:
-    """Raise an error unless `ignore` is a list of classes and of names of batch norms of the model."""
+    """Raise an error unless each entry of `ignore` is a class, or the name of a batch norm in the model."""
     if isinstance(ignore, str) or not all(isinstance(entry, (type, str)) for entry in ignore):
         raise TypeError(f"expected ignore as a list of classes and names of norms, but got {ignore!r}")
     if unknown := [entry for entry in ignore if isinstance(entry, str) and entry not in norms]:
@@ -83,7 +84,8 @@ def _is_norm_to_check(module: nn.Module) -> bool:
 
     `assert_synchronized` checks batch norms of torch, and all modules that `convert_model` would warn about.
     """
-    # A norm class of the user may define the replication callback. Such a norm synchronizes without a conversion.
+    # The user's own norm class may define the replication callback. A norm of such a class synchronizes without a
+    # conversion.
     is_connected = hasattr(module, "__data_parallel_replicate__")
     return isinstance(module, BatchNormBase) or (reason_not_converted(module, {}) is not None and not is_connected)
 
@@ -103,7 +105,7 @@ def _find_unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, repl
 
 
 def _reason_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, replicas: int) -> str | None:
-    """Return the reason why a layer would not synchronize, with the remedy; None if the layer would synchronize."""
+    """Return the reason why a layer would not synchronize, followed by a remedy. Otherwise, return None."""
     enclosing = {wrapper: inside for wrapper, inside in wrappers.items() if layer in inside}
     is_outside = bool(wrappers) and not enclosing
     if isinstance(layer, _SynchronizedBatchNorm):
@@ -121,7 +123,7 @@ def _reason_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Module
 
 
 def _reason_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) -> str | None:
-    """Return the reason why a layer would normalize with its running statistics; None if it uses batch statistics."""
+    """Return the reason why a layer would use running statistics in place of batch statistics, or None."""
     # A layer without running statistics uses batch statistics even in eval mode, and its replicas synchronize them.
     if layer.training or (wrappers and layer.running_mean is layer.running_var is None):
         return None
@@ -131,14 +133,14 @@ def _reason_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) 
                 f"it is in eval mode, and {name or 'the model itself'} has a train() of its own "
                 f"({type(module).__name__}); if that freezes it on purpose, name it in ignore; if not, change train()"
             )
-    # A plain layer may be in eval mode for good, for example in the teacher model of a distillation.
+    # An unconverted layer may stay in eval mode forever, for example in the teacher model of a distillation.
     is_plain = not isinstance(layer, _SynchronizedBatchNorm)
     remedy = "name it in ignore" if is_plain else "call assert_synchronized before you freeze it"
     return f"it is in eval mode; call model.train(), or, if it is frozen on purpose, {remedy}"
 
 
 def _reason_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bool, replicas: int) -> str | None:
-    """Return the reason why a synchronized layer would exchange with too few replicas; None if it would not.
+    """Return the reason why a synchronized layer would exchange with too few replicas, or None.
 
     Too few are fewer than `replicas`, or not all replicas of the wrapper, as with a `group_size`.
     """
@@ -153,7 +155,8 @@ def _reason_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside:
                 "wrap the model with DataParallelWithCallback"
             )
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
-    # If wrappers are nested, only the outermost one makes replicas. Separate wrappers may share a layer, too.
+    # Several wrappers may contain the layer. If the wrappers are nested, only the outermost wrapper makes replicas.
+    # Separate wrappers may share a layer.
     inside = [modules - {wrapper} for wrapper, modules in wrappers.items()]
     outermost = [wrapper for wrapper in wrappers if not any(wrapper in modules for modules in inside)]
     numbers: dict[int, Any] = {len(wrapper.device_ids) or 1: wrapper for wrapper in outermost} or {1: None}

@@ -35,7 +35,7 @@ from .layer import SYNCHRONIZED, SynchronizedBatchNorm, SynchronizedBatchNorm2d,
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-Modules = Sequence[tuple[str, nn.Module]]  # the names and objects of all modules of a model
+Modules = Sequence[tuple[str, nn.Module]]  # (name, module) for all modules of a model
 Classes = Mapping[type[nn.Module], type[nn.Module]]  # maps a class of the user to its synchronized class
 
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {synced: plain for plain, synced in SYNCHRONIZED.items()}
@@ -107,9 +107,9 @@ def convert_model(
 def revert_model(module: ModuleT) -> ModuleT:
     """Undo `convert_model` in place, and return `module`.
 
-    All synchronized layers get their former class, or the corresponding one of torch, and lose their options. A
-    `DataParallel` keeps each accelerator once, and no CPU replicas. If no warning is issued, the model no longer
-    needs this library.
+    Each synchronized layer gets back its former class, or becomes a batch norm of torch, and loses its options. Each
+    `DataParallel` keeps one replica on each accelerator, and none on the CPU. If no warning is issued, the model no
+    longer needs this library.
 
     Example:
         >>> model = revert_model(convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
@@ -143,9 +143,10 @@ def _rebind_methods(modules: Modules, former_classes: Mapping[nn.Module, type[nn
 
 
 def _rebind(value: Any, former_classes: Mapping[nn.Module, type[nn.Module]]) -> Any:
-    """Return the same method of the layer's new class, if `value` is a bound method of a converted layer.
+    """If `value` is a bound method of a converted layer, return the same method of the layer's new class.
 
-    If `value` is a partial of such a method, return a partial of the new method. Return any other value unchanged.
+    If `value` is a `functools.partial` of a bound method, return a partial of the new method. Return any other value
+    unchanged.
     """
     if isinstance(value, functools.partial):
         function = _rebind(value.func, former_classes)
@@ -153,15 +154,17 @@ def _rebind(value: Any, former_classes: Mapping[nn.Module, type[nn.Module]]) -> 
     layer = value.__self__ if isinstance(value, MethodType) else None
     if not isinstance(layer, nn.Module) or type(layer) is former_classes.get(layer, type(layer)):
         return value
-    name = getattr(value.__func__, "__name__", "")  # A bound method of a partial lacks a name.
+    name = getattr(value.__func__, "__name__", "")  # A bound method may wrap a partial, which has no name.
     return getattr(layer, name) if value.__func__ is getattr(former_classes[layer], name, None) else value
 
 
 def _warn_about(reasons: Iterable[tuple[str, str | None]], text: str) -> None:
-    """Issue one warning that lists the names of modules by reason. Leave out modules whose reason is None.
+    """Issue one warning with all reasons, and with the names of the modules for each reason.
+
+    Modules whose reason is None are left out.
 
     If a plain list holds several layers, `reasons` contains the name of the list once for each layer. The warning then
-    tells the number of layers in the list.
+    says how many layers the list holds.
     """
     by_reason: dict[str, Counter[str]] = {}
     for name, reason in reasons:
@@ -176,7 +179,7 @@ def _warn_about(reasons: Iterable[tuple[str, str | None]], text: str) -> None:
 
 
 def _warn_about_kept_options(layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
-    """Warn about layers that were synchronized before this conversion: they keep their own, different options."""
+    """Warn about layers that were synchronized already, and keep options that differ from the new `options`."""
     for option, value in options.items():
         if names := [name or "the module itself" for name, layer in layers.items() if getattr(layer, option) != value]:
             warn(
@@ -207,9 +210,9 @@ def _check_classes(classes: Classes) -> None:
 
 
 def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str | None:
-    """Convert a module in place if it is an unsynchronized batch norm or a `DataParallel`; leave other modules alone.
+    """Convert a module in place if it is an unsynchronized batch norm or a `DataParallel`; skip other modules.
 
-    Return the reason if a batch norm cannot be converted, otherwise None.
+    Return the reason if the module is a batch norm that cannot be converted, otherwise None.
     """
     cls: Any = type(layer)
     if isinstance(layer, nn.DataParallel):
@@ -229,14 +232,14 @@ def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str
 
 
 class _SynchronizedAct(SynchronizedBatchNorm2d):
-    """A base class of the synchronized subclass of timm's `BatchNormAct2d`, a batch norm with an activation."""
+    """A synchronized batch norm with an activation: the new base class for timm's `BatchNormAct2d`."""
 
     def forward(self, input: Tensor) -> Any:
         return self.act(self.drop(super().forward(input)))  # type: ignore[operator]
 
 
 def _revert(module: nn.Module) -> str | None:
-    """Restore the former class of a converted layer or wrapper; leave other modules alone.
+    """Restore the former class of a converted layer or wrapper; skip other modules.
 
     Return the reason if the class cannot be restored, otherwise None.
     """
@@ -264,9 +267,9 @@ def _revert(module: nn.Module) -> str | None:
 def patch_sync_batchnorm() -> Iterator[None]:
     """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open.
 
-    In the whole process, each new layer is converted as by `convert_model`. ``nn.LazyBatchNorm1d/2d/3d`` and
-    `torch.nn.SyncBatchNorm` stay. If the code that builds the model checks ``type(layer)`` or sets a layer's `forward`,
-    convert the finished model instead. Contexts may be nested; only one thread at a time may open them.
+    Each layer that the process builds meanwhile is converted as by `convert_model`, except ``nn.LazyBatchNorm1d/2d/3d``
+    and `torch.nn.SyncBatchNorm`. If the code that builds the model checks ``type(layer)`` or sets a layer's `forward`,
+    convert the finished model instead. Contexts may be nested, but only one thread at a time may open them.
 
     Example:
         >>> with patch_sync_batchnorm():
@@ -282,8 +285,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
     @functools.wraps(init)
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # A class that is defined while torch's constructor is patched may keep a reference to this function. After the
-        # patch is undone, this function does not convert new layers any more.
+        # A class defined inside the context may keep a reference to this patched constructor. When the context is
+        # closed, `is_open` becomes False, and the constructor does not convert layers any more.
         if is_open and not isinstance(self, nn.SyncBatchNorm) and (reason := _convert(self, {}, {})):
             warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 
@@ -295,7 +298,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
 
 
 def reason_not_converted(layer: nn.Module, classes: Classes) -> str | None:
-    """Return the reason why a batch norm cannot be converted, with the remedy.
+    """Return the reason why a batch norm cannot be converted, followed by a remedy.
 
     Return None if the layer can be converted, is synchronized already, or is not a batch norm.
     """
@@ -371,7 +374,7 @@ def _is_timm_act(cls: type[nn.Module]) -> bool:
 
 
 def _synchronized_base(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:
-    """Return the synchronized class for a subclass of torch's batch norms, for example of `nn.BatchNorm2d`; or None."""
+    """Return the synchronized class for a class derived from torch's batch norms, such as `nn.BatchNorm2d`, or None."""
     return next((SYNCHRONIZED[base] for base in cls.__mro__ if base in SYNCHRONIZED), None)
 
 
@@ -393,7 +396,7 @@ def unregistered_norms(modules: Modules) -> Iterator[tuple[str, nn.Module]]:
 def _modules_in(container: Any) -> Iterator[nn.Module]:
     """Yield all modules in a list, tuple or dict, also those in nested lists, tuples and dicts."""
     containers, known = [container], {id(container)}
-    for held in containers:  # The loop appends nested containers to this list, and so visits them later.
+    for held in containers:  # The loop appends to the list over which it runs, and so visits nested containers, too.
         for item in held.values() if isinstance(held, dict) else held:
             if isinstance(item, nn.Module):
                 yield item

@@ -1,8 +1,8 @@
-"""The synchronized batch norm layers: their options, the connection of their replicas, and checks of their input.
+"""The synchronized batch norm layers: their options, their connection between replicas, and checks of their input.
 
-`DataParallelWithCallback` calls a method of each layer before each forward pass. This callback connects the copies of
-the layer in all replicas. A layer without such a connection exchanges with other processes of `torch.distributed`, if
-there are any, and behaves like its base class in torch if not.
+Before each forward pass, `DataParallelWithCallback` calls a method of each layer, the replication callback. The
+callback connects the copies of the layer in all replicas. A layer without such a connection exchanges with the other
+processes of `torch.distributed`. If there are none, the layer behaves like its base class in torch.
 """
 
 import weakref
@@ -77,8 +77,8 @@ def sync_options(eps_mode: str | None, group_size: int | None, process_group: An
 class _SynchronizedBatchNorm(BatchNormBase):
     """The base class of all synchronized layers.
 
-    A layer in the user's model is never connected. The replication callback connects the copies of the layer in
-    replicas.
+    A layer in the user's model is never connected to other layers. Only its copies in replicas are connected, by the
+    replication callback.
 
     The default values of the options are class attributes, because the constructor of this class never runs for a
     converted layer. The `__dict__` of a layer contains only those options that the user passed.
@@ -91,9 +91,10 @@ class _SynchronizedBatchNorm(BatchNormBase):
     # For error messages: the position of this layer's name in a list, and the list itself, which contains the names of
     # all synchronized layers of the model.
     _sync_layer: tuple[int, Sequence[str]] = (0, ())
-    # The class of this layer before `convert_model(model, classes=...)` replaced it.
+    # The class that this layer had before `convert_model(model, classes=...)` converted the layer.
     _former_class: type[nn.Module] | None = None
-    # The process group of an `nn.SyncBatchNorm`, before a conversion replaced the group.
+    # The process group that an `nn.SyncBatchNorm` had before its conversion to this layer, if the conversion has set
+    # another group.
     _former_process_group: Any = None
 
     # Pickles made by the older library refer to this method by name, so do not rename it.
@@ -120,20 +121,20 @@ class _SynchronizedBatchNorm(BatchNormBase):
         self.__dict__.update(sync_options(eps_mode, group_size, process_group))
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-        """Connect this copy of a layer, in replica `copy_id`, to the other copies of its group of replicas.
+        """Connect this copy of the layer, in replica `copy_id`, to the copies in the other replicas of its group.
 
         The first copy of each group makes a `SyncMaster`. The other copies register with this `SyncMaster`.
         """
         is_master = copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0
         if is_master:
-            # Setting `ctx.sync_master` would call `CallbackContext.__setattr__`, which resets a `SyncMaster` from an
-            # earlier forward pass. This `SyncMaster` is new, so write to `vars(ctx)`, which is faster.
+            # Write to `vars(ctx)`, because it is faster than an assignment to `ctx.sync_master`. An assignment would
+            # also reset the `SyncMaster`, but a new `SyncMaster` needs no reset.
             vars(ctx)["sync_master"] = SyncMaster(merge_replicas)
             vars(ctx)["master_device"] = getattr(self.running_mean, "device", None)
         pipe = ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id)
         of_replica = self._parameters if self.__dict__.get("_is_replica") else {}
         weight, bias = of_replica.get("weight"), of_replica.get("bias")
-        # If the wrapper of another package calls this callback, the context object lacks the memory pools.
+        # If a wrapper of another package calls this method, the context object has no memory pools.
         pools = getattr(ctx, "_sync_pools", None)
         self.__dict__["_sync_connection"] = Connection(pipe, copy_id, ctx.master_device, weight, bias, pools)
         if copy_id == 1 and self.training and self._active_group() is not None:
@@ -145,8 +146,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
             return BatchNormBase.forward(self, input)
         if self._sync_connection is None:
             raise_if_foreign(self)
-            # Processes exchange in training mode only. Often a single process evaluates the model: in an exchange, it
-            # would wait forever for the other processes.
+            # Processes exchange in training mode only. In eval mode, often only one process runs the model, and would
+            # wait forever for the other processes.
             if not self.training or self._active_group() is None:
                 if getattr(self, "_is_replica", False):
                     names = self._sync_layer[1]  # names of all layers, unknown without `convert_model`
@@ -167,7 +168,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         connection, running = self._sync_connection or ALONE, None
         weight, bias = self._attributes(self.__dict__["_parameters"], "weight", "bias")
         # Only replica 0 updates the running statistics, because only its layers have the buffers of the model. All
-        # other replicas have copies of the buffers. No other code decides which replica updates them.
+        # other replicas have copies of the buffers. No other code decides which replica updates the running statistics.
         if self.training and self.track_running_stats and connection.number == 0:
             names = "running_mean", "running_var", "num_batches_tracked"
             mean, var, number = self._attributes(self.__dict__["_buffers"], *names)
@@ -188,7 +189,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if self.__dict__.keys().isdisjoint(names):
             try:
                 return list(map(registered.__getitem__, names))
-            except KeyError:  # A parametrized attribute is not registered, but computed at each access.
+            except KeyError:  # A parametrized attribute is not in `registered`, because it is computed at each access.
                 pass
         return [getattr(self, name) for name in names]
 
@@ -201,7 +202,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
         """Return the process group to synchronize with; None if this layer does not exchange with other processes."""
         group = processes.active_group(self.process_group)
         if group is None or (self._sync_connection is None and getattr(self, "_is_replica", False)):
-            # Replicas without a connection would call the collectives of `torch.distributed` in an arbitrary order.
+            # Replicas that are not connected do not exchange with other processes, because their threads would call the
+            # collectives of `torch.distributed` in an arbitrary order.
             return None
         if self.group_size is None:
             return group
@@ -231,8 +233,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
         chosen = [f"{name}={value}" for name, value in options.items() if value is not None]
         try:
             shown = super().extra_repr()  # type: ignore[no-untyped-call]
-        # Torch's `extra_repr` looks up values such as `eps` in the layer's `__dict__`, where they are missing if the
-        # layer's class defines them.
+        # Torch's `extra_repr` looks up values such as `eps` in the layer's `__dict__`. A value is missing there if the
+        # class of the layer defines it.
         except KeyError:
             shown = str(self.num_features)
         return ", ".join([shown, *chosen])
@@ -241,7 +243,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
 def _let_torch_check(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningStatistics | None, eps: float
 ) -> None:
-    """Check the arguments of a layer before it exchanges; for invalid ones, let `F.batch_norm` raise its own error."""
+    """Check the arguments of a layer before an exchange. If they are invalid, let `F.batch_norm` raise an error."""
     mean, var = (None, None) if running is None else (running.mean, running.var)
     channels, dtype, device = input.shape[1], input.dtype, input.device
     valid = dtype.is_floating_point and channels > 0 and eps > 0 and (mean is None) == (var is None)
@@ -310,7 +312,7 @@ class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
     """A `SynchronizedBatchNorm` and `torch.nn.BatchNorm3d`, for ``(N, C, D, H, W)``."""
 
 
-# The synchronized class for each batch norm class of torch.
+# Maps each batch norm class of torch to its synchronized class.
 SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
     nn.BatchNorm2d: SynchronizedBatchNorm2d,

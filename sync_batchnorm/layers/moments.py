@@ -1,7 +1,8 @@
 """The function `sync_moments`: mean and variance over all replicas, for users who write their own norm layers.
 
-The replicas send their moments to each other through the public pipes (`SyncMaster` and `SlavePipe`). All arithmetic is
-done by differentiable operators of torch. So autograd computes the backward pass, and also gradients of gradients.
+The replicas send their mean, variance and count to each other through the public pipes (`SyncMaster` and `SlavePipe`).
+All arithmetic is done by differentiable operators of torch, so that autograd computes gradients, and gradients of
+gradients.
 """
 
 import math
@@ -79,7 +80,8 @@ def _exchange_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, group:
     values, dims = input.to(statistics_dtype(input.dtype)), reduced_dims(input)
     count = input.shape[0] * math.prod(input.shape[2:])
     var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
-    if group is not None:  # Merge with the moments of other processes, by differentiable operators.
+    # Merge with the values of the other processes, so that autograd can differentiate the result.
+    if group is not None:
         peers = processes.Peers(group, "sync_moments")
         sums = peers.all_reduce(torch.cat((mean * count, mean.new_full((1,), count))))
         total = sums[-1].clamp(min=1)
@@ -102,7 +104,7 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
 
 
 def _merge_and_answer(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
-    """Merge the moments of all messages on the device of the first one; move the result to each message's device."""
+    """Merge the moments of all messages on the device of the first message; then move them to every device."""
     mean_vars = [mean_var for _, (mean_var, _, _) in messages]
     counts = [elements for _, (_, elements, _) in messages]
     count = sum(counts)
