@@ -122,7 +122,7 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
     for operation in [*as_it_is.candidates.values()][:_MOST]:
         if (alone := patch_alone(operation)) and alone.is_right and (origin := _origin_of(operation)):
             return _line_of(origin)
-    return _other_way(as_it_is, number)
+    return _line_not_run(as_it_is, number)
 
 
 def _origin_of(operation: Operation) -> Operation | None:
@@ -156,7 +156,7 @@ def _line_of(operation: Operation) -> tuple[str, Operation]:
     return f"it begins with {operation.place}{', which gets ' if got else ''}{' and '.join(got)}", operation
 
 
-def _other_way(mode: CorrectOperations, number: int) -> tuple[str, Operation | None]:
+def _line_not_run(mode: CorrectOperations, number: int) -> tuple[str, Operation | None]:
     """Return (message, operation) for a line that either one device or the replica has not run, or ("", None).
 
     The search goes back from the output of the module call, from operation to operation, as long as one device

@@ -105,7 +105,7 @@ class Saved:
         """
         if self.needs_gradient:
             with torch.enable_grad():
-                self.kept = _save(graph_source(), (self.kept, self._weight))
+                self.kept = _save(new_leaf(), (self.kept, self._weight))
             self._weight = None  # From now on, the saved-tensor hooks decide whether the weight stays in memory.
 
     def read(self, grad_output: Tensor | None) -> BackwardInput | None:
@@ -159,7 +159,7 @@ class _Save(torch.autograd.Function):
 _save = fast_apply(_Save)
 
 
-def graph_source() -> Tensor:
+def new_leaf() -> Tensor:
     """Return a new tensor that requires a gradient. It serves as an extra argument of autograd functions.
 
     If this tensor is an argument of an autograd function, the outputs of the function are in the graph, even if no

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backward import Saved, graph_source
+from .backward import Saved, new_leaf
 from .replica_call import RememberedCall, ReplicaCall
 
 __all__: list[str] = []
@@ -80,7 +80,7 @@ def _have_equal_values(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> b
 def _refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
     """Return `constant` as a function of `input` in the autograd graph, with a backward pass that raises an error."""
     with torch.enable_grad():
-        return _Refuse.apply((constant,), graph_source(), input)  # type: ignore
+        return _Refuse.apply((constant,), new_leaf(), input)  # type: ignore
 
 
 class _Refuse(torch.autograd.Function):
