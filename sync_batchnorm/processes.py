@@ -165,7 +165,7 @@ def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
     copy of its model. If the layer is new in all processes, the processes adopt the largest number that any process
     proposed. This number is unused in every process.
 
-    If two layers are swapped in one process from their first exchange on, this mistake is not detected.
+    One mistake is not detected: a process that calls two layers in the wrong order, from its first forward pass on.
     """
     known = {number for number in numbers if number > 0}
     if len(known) > 1:

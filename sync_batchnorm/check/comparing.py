@@ -112,8 +112,8 @@ def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
 def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, shape: tuple[int, int]) -> Tensor:
     """Select the rows of a replica's chunk from a tensor of the whole batch, for one layout of the samples.
 
-    `shape` names the layout. It is (total, -1) if the entries of each sample are adjacent, and (-1, total) if the
-    tensor holds all samples one after another, several times.
+    `shape` is the layout of the N samples along a dimension. With (N, -1), the entries of a sample are adjacent: a a b
+    b. With (-1, N), they are N entries apart: a b a b.
     """
     for dim in dims_of_samples(whole, chunk, rows):
         index = torch.arange(whole.shape[dim]).reshape(shape)

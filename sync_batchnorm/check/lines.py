@@ -114,8 +114,8 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
     candidates = [*filter(Operation.gets_the_same_floats, together.candidates.values() if together else ())]
     for operation in candidates[:_MOST]:
         alone = patch_alone(operation)
-        # Name this operation if its patch alone makes the output right. Also name it if all patches together make the
-        # output right, and this patch alone changes the output.
+        # The message names this operation in two cases: its patch alone makes the output right; or its patch alone
+        # changes the output, and all patches together make the output right.
         contributes = alone and together and together.is_right and not agree(alone.output, as_it_is.output)
         if alone and (alone.is_right or contributes):
             return _line_of(operation)

@@ -34,8 +34,8 @@ __all__ = ["assert_matches_one_device"]
 # differ.
 _PASSES = 3
 
-# Some functions of torch refuse tensors on the CPU. This table maps a part of their error message to the method of
-# `super()` that the user should call instead.
+# A user's wrapper may call functions of torch that refuse CPU tensors. This table maps a part of torch's error message
+# to the method of this library's wrapper that accepts CPU tensors.
 _REFUSED_BY_TORCH = {
     "Gather function not implemented for CPU": "gather(outputs, output_device)",
     "Expected a non cpu device": "scatter(inputs, kwargs, device_ids)",

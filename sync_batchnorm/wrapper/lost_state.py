@@ -83,7 +83,7 @@ class Look:
             warn_once(text)
 
     def note(self) -> str:
-        """Return a text about the hooks that use the model, for the note on an error of the forward pass."""
+        """Return a text about hooks that set or read attributes of the model, for the note on an error."""
         # The failure may have left replicas or devices in a broken state, and any access may raise another error.
         with suppress(Exception):
             return " ".join([f"In this forward pass, {text}." for text in self._texts(has_ended=False)])

@@ -180,9 +180,9 @@ def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devic
     for i, device in enumerate(devices):
         if device in devices[i + 1 :]:
             present, following = tensors[i], tensors[devices.index(device, i + 1)]
-            # Each replica keeps one of two views of a parameter. The other view is passed on to the next replica on
-            # this device, and is split into two views again. In the backward pass, autograd then adds two gradients at
-            # a time, so the sums do not depend on the order in which the replicas run.
+            # Make two views of each parameter. One view is for this replica. The other view is for the next replica on
+            # this device, which makes two views of it in turn. So autograd adds two gradients at a time, and the sums
+            # do not depend on the order in which the replicas run.
             for key in differentiable:
                 tensor = present[key]
                 is_sparse = tensor.layout != torch.strided  # Sparse tensors do not support views.
