@@ -51,7 +51,7 @@ _AS_OFTEN = "; call it as often in each replica, or, if once for each sample, on
 _BY_SAMPLE = "; if once for each sample, call it once for all rows, or set its group_size to 1"
 _DIVIDES = ", or, if it divides sums, return these, and divide outside"
 _PADS = "; or pad the entries of the list to one size outside, if forward() pads them to the largest of its chunk"
-_IN_REPLICAS = 'see "In the replicas, with balanced memory"'
+_IN_REPLICAS = 'see the page "Where to compute the loss"'
 _PLAIN_NORM = "it calls F.batch_norm, or a batch norm that is no submodule; make it an attribute, and convert the model"
 
 

@@ -122,8 +122,8 @@ def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
         whole = format_dims("out_dims", path[1:], None) if path[1:] else "out_dims=(None,) and return (value,)"
         raise TypeError(
             f"replicas must return tensors, None, or tuples, lists, mappings and dataclasses of tensors, got {kind} in "
-            f"{format_path(path)}; return a tensor (loss.detach() for loss.item()), or pass {whole} if it is equal in "
-            "all replicas, or out_dims=0 for a list with an entry for each sample"
+            f"{format_path(path)}; return a tensor (loss.detach()[None] for loss.item()), or pass {whole} if it is "
+            "equal in all replicas, or out_dims=0 for a list with an entry for each sample"
         )
     by_path, *others_by_path = [{leaf.path: leaf for leaf in tree.leaves} for tree in (first, *others)]
     for i, other_by_path in enumerate(others_by_path, 1):
@@ -140,7 +140,7 @@ def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
 def _remedy(*leaves: Leaf | None) -> str:
     """Return the remedy for the error about a leaf of the output that does not fit the same leaf of another replica."""
     if all([leaf is not None and isinstance(leaf.value, Number) for leaf in leaves]):
-        return "return a tensor in place of a number that replicas compute, such as loss.detach() for loss.item()"
+        return "return a tensor in place of a number that replicas compute, such as loss.detach()[None] for loss.item()"
     return (
         "return the same keys, lengths and types in every replica, and equal values of what is no tensor or None in "
         "out_dims, or name a list with an entry for each sample in out_dims=0"

@@ -521,7 +521,7 @@ NUMBERS: dict[str, Any] = {  # what replicas return, where its number is found, 
 def test_numbers_that_replicas_return_are_refused_unless_named_whole(devices, kind, rows):
     make, path, name, dims = NUMBERS[kind]
     net, x = Net(lambda net, x: make(x)), doubles(rows, 2, devices=devices)
-    found = re.escape(f"got {name} in output{path}; return a tensor (loss.detach() for loss.item()), or pass ")
+    found = re.escape(f"got {name} in output{path}; return a tensor (loss.detach()[None] for loss.item()), or pass ")
     for is_training in (True, False):  # the last batch, too, of which there may be a single chunk
         with pytest.raises(TypeError, match=f"{found}{re.escape(f'out_dims={dims} if it is equal in all replicas')}"):
             DataParallelWithCallback(net, devices).train(is_training)(x)
