@@ -265,7 +265,7 @@ def _rebuild(path: Path, original: Any, keys: Collection[Any], items: list[Any])
         else:
             values = children if issubclass(kind, Mapping) else children.values()
             result = kind(*values) if hasattr(kind, "_fields") else kind(values)
-        if hasattr(original, "__dict__"):  # Copy attributes that were set on `original` later.
+        if hasattr(original, "__dict__"):  # Copy attributes that were set after `original` was made.
             vars(result).update({**vars(original), **vars(result)})
         return result
     except Exception as error:

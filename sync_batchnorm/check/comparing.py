@@ -274,7 +274,7 @@ class CompareMode(CheckMode):
 
 
 class PatchMode(CheckMode):
-    """Replace the output of one module call in a replica by the same rows of the output on one device."""
+    """Replace the output of one module call in a replica by the right output, from the run on one device."""
 
     def __init__(self, dtype: torch.dtype, on_one: ModuleCall, rows: Rows) -> None:
         super().__init__(dtype)

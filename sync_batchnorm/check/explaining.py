@@ -117,9 +117,9 @@ class Investigation:
         kind, name = self._difference[:2]
         why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
-        # In two cases, the cause from `cause_of` would be wrong. A synchronized layer updates its buffers in place, but
-        # from the whole batch. If the user's `gather` returns a list, `loss` gets another argument in replicas than on
-        # one device.
+        # The cause from `cause_of` is wrong in two cases. First, a buffer that changes in place is no fault in a
+        # synchronized layer. Second, a `gather` of the user's may return a list. Then the user's loss function gets a
+        # list from replicas and a tensor from one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 

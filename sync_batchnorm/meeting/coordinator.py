@@ -350,7 +350,7 @@ class Coordinator:
         raise copy(self._broken)  # type: ignore[misc]
 
     def _break(self, text: str, kind: type[ReplicaSyncError] = ReplicaSyncError, notes: Sequence[str] = ()) -> None:
-        """Break the forward pass: store an error, end the turns, and release all waiting replicas with this error.
+        """Break the forward pass: store an error, and raise it in all waiting replicas. No replica waits for a turn.
 
         If the forward pass is broken already, the first error stays. The method then only releases the replicas that
         still wait, because Ctrl-C may have interrupted the first call.

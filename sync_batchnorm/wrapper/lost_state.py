@@ -76,7 +76,7 @@ class Look:
     def warn(self) -> None:
         """After a forward pass, warn about attributes that the model lost, and about hooks that use the model.
 
-        Each warning names an attribute only once for each wrapper. This method also counts the forward pass as checked.
+        A wrapper warns about each attribute once. This method also counts the forward passes that were checked.
         """
         self._looks[self._mode] += bool(self._of_replica)
         for text in self._texts(has_ended=True):
