@@ -154,7 +154,7 @@ class SyncMaster(_Member):
 
         Raises:
             ReplicaSyncError: if a peer failed, ended or waits in another exchange, or after the timeout.
-            RuntimeError: unless the callback returns one answer for each identifier.
+            RuntimeError: unless the callback returns an answer for each identifier, and for no other.
             BaseException: any error of the callback; the slaves are released.
         """
         if self._is_kept and self._coordinator.is_over:
