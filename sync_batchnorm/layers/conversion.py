@@ -108,8 +108,8 @@ def revert_model(module: ModuleT) -> ModuleT:
     """Undo `convert_model` in place, and return `module`.
 
     Each registered synchronized layer gets back its former class, or becomes a batch norm of torch, and loses its
-    options. Each `DataParallel` keeps one replica on each accelerator, and none on the CPU. If no warning is issued, and
-    no plain list holds layers, the model no longer needs this library.
+    options. Each `DataParallel` keeps one replica on each accelerator, and none on the CPU. If no warning is issued,
+    and no plain list holds layers, the model no longer needs this library.
 
     Example:
         >>> model = revert_model(convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
