@@ -177,6 +177,7 @@ class SyncMaster(_Member):
                     f"{list(rendezvous.members)}, but got results for {list(answers)} ({rendezvous}); return a list of "
                     "(identifier, result)"
                 )
+            del messages  # Otherwise they would still be in memory when the slaves run on and send the next messages.
             if has_slaves:
                 coordinator.answer(rendezvous, answers)
         except BaseException as error:
