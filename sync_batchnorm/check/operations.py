@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -59,12 +60,14 @@ class Place(NamedTuple):
     """The place of an operation in the user's source code."""
 
     code: CodeType  # code object of the user's function
-    instruction: int  # offset of the bytecode instruction of the call in `code`
+    # Line, last line, column and last column of the call in the source code. Not the offset of its instruction: since
+    # Python 3.12, a call behind `a if b else c` may have two instructions.
+    position: tuple[int | None, ...]
     name: str  # name of the called torch function or submodule
 
     def __str__(self) -> str:
         """Return the quoted source code, with its line number and the names of its file and function."""
-        line, end, column, end_column = list(self.code.co_positions())[self.instruction // 2]
+        line, end, column, end_column = self.position
         file, line = self.code.co_filename, line or self.code.co_firstlineno
         lines = [text.encode() for text in linecache.getlines(file)[line - 1 : end or line]]
         # For an assignment such as `x[0] = y`, quote whole lines: Python reports only the columns before the equals
@@ -75,6 +78,11 @@ class Place(NamedTuple):
         source = " ".join(b"".join(lines).decode(errors="ignore").split())
         quoted = f"`{source[:_WIDTH]}{'...' if len(source) > _WIDTH else ''}`" if source else "code"
         return f"{quoted} ({Path(file).name}, line {line}, in {self.code.co_name})"
+
+
+def _place(frame: FrameType, name: str) -> Place:
+    """Return the place of the call of `name` that `frame` runs."""
+    return Place(frame.f_code, next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)), name)
 
 
 @dataclass(eq=False)
@@ -189,7 +197,7 @@ class _OperationMode(CheckMode):
         frame, synchronizes = _frame_of_user(call.module)
         if frame is None:
             return None
-        place = Place(frame.f_code, frame.f_lasti, name)
+        place = _place(frame, name)
         self.times[place] += 1
         return Operation(
             place, self.times[place] - 1, synchronizes or (child is not None and contains_synchronized(child))
@@ -244,7 +252,7 @@ class RecordOperations(_OperationMode, RecordMode):
         if call.key == self.key:
             caller = self._running[-1].module
             frame = _frame_of_user(caller)[0] if caller is not None else None
-            self.caller = Place(frame.f_code, frame.f_lasti, "") if frame else None
+            self.caller = _place(frame, "") if frame else None
             self.arguments = as_dicts(arguments, self._copy)
         super().begin(call, arguments)
 
@@ -292,7 +300,7 @@ class CorrectOperations(_OperationMode):
         pairs = list(compared(output, self.one.output, self._rows[0]))
         self.is_right = bool(pairs) and not any(gap(*pair) for pair in pairs)
         self.output = mapped(output, Tensor.detach)
-        self.of_output = Operation(Place(type(self).end.__code__, 0, ""), 0, False)
+        self.of_output = Operation(Place(type(self).end.__code__, (None,) * 4, ""), 0, False)
         self._compare_inputs(self.of_output, as_dicts(output), as_dicts(self.one.output), self._rows[0])
         return None
 
