@@ -4,28 +4,27 @@ The obvious check compares the output of each layer. It fails for models that ar
 sums in its `gather`. Therefore only results for the caller of the model count: outputs, loss, gradients, parameters and
 buffers, in three training passes.
 
-    three passes --differ--> is it rounding? --no--> explaining.Investigation (names the module, line and cause)
+    three passes --differ--> is it rounding? --no--> explanation.Investigation (names the module, line and cause)
          |                         |
         agree                     yes (a perturbation of parameters by 1e-12 moves the result as far)
 
 A fixed tolerance cannot distinguish errors from rounding, because some models amplify rounding. Therefore the check
-measures rounding (see passes.py), but only after it has found a difference.
+measures rounding (see compare_passes.py), but only after it has found a difference.
 """
 
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..meeting import add_note
 from ..messages import check_module, check_number, collected_warnings, warn
-from .comparing import agree
-from .explaining import Investigation, text_of_failure
-from .passes import Check, FailsInReplicas, Loss, Observed, TwinRun, beyond_rounding, differences, scalars
+from .compare_passes import Check, FailsInReplicas, Loss, Observed, TwinRun, beyond_rounding, differences, scalars
+from .compare_tensors import agree
+from .explanation import Investigation, text_of_failure
 
 __all__ = ["assert_matches_one_device"]
 
@@ -89,7 +88,7 @@ def assert_matches_one_device(
         except (AssertionError, FailsInReplicas) as failure:
             error = AssertionError(text_of_failure(*failure.args)) if isinstance(failure, FailsInReplicas) else failure
             for text in warned:
-                add_note(error, f"The wrapper has warned: {text}.")
+                error.add_note(f"The wrapper has warned: {text}.")
             raise error from failure.__cause__
     if doubt:
         warn(doubt)
@@ -146,9 +145,10 @@ def _on_one_device(check: Check, one: TwinRun, index: int) -> Observed:
         return one.take(index)
     except Exception as error:
         where = f"This is from a copy of the model on one device: on the CPU, in {str(check.dtype)[6:]}"
-        add_note(error, f"{where}; for operators without float64, pass dtype=torch.float32.")
-        if hooks := one.text_of_hooks():
-            add_note(error, hooks)
+        with suppress(Exception):  # A frozen dataclass refuses notes.
+            error.add_note(f"{where}; for operators without float64, pass dtype=torch.float32.")
+            if hooks := one.text_of_hooks():
+                error.add_note(hooks)
         raise
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from types import CellType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from ..trees import children_of, tensors_in
 from ..wrapper.arguments import Arguments
 from ..wrapper.data_parallel import DataParallelWithCallback
 from ..wrapper.lost_state import hooks_of
+from .compare_tensors import Rows
 
 __all__: list[str] = []
 
@@ -349,13 +350,6 @@ def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
         leaf.grad = grad
 
 
-class Rows(NamedTuple):
-    """The rows of a replica's chunk."""
-
-    here: range  # indices of these rows in the batch
-    total: int  # number of rows of the batch
-
-
 _METHODS = ("scatter", "gather", "forward")
 _USUAL = {getattr(cls, name) for cls in (nn.DataParallel, DataParallelWithCallback) for name in _METHODS}
 
@@ -423,6 +417,13 @@ def rows_of_chunks(parallel: CheckedWrapper, replicas: int, inputs: Any, kwargs:
     if len(sizes) < 2 or not sum(sizes):
         raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
     return [Rows(range(sum(sizes[:i]), sum(sizes[: i + 1])), sum(sizes)) for i in range(len(sizes))]
+
+
+def pads_samples(parallel: CheckedWrapper, inputs: Any, kwargs: Any) -> bool:
+    """Return whether an argument is a list of samples with different shapes, which `forward` may pad to one shape."""
+    leaves = Arguments(parallel, inputs, kwargs, 1).tree.leaves
+    lists = [leaf.value for leaf in leaves if leaf.splits_by_entry()]
+    return any(len({entry.shape for entry in entries if isinstance(entry, Tensor)}) > 1 for entries in lists)
 
 
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:

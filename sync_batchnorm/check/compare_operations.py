@@ -27,15 +27,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .comparing import (
+from .compare_calls import RecordMode, contains_synchronized
+from .compare_tensors import (
     SCALARS,
     WHOLE,
-    RecordMode,
+    Rows,
     agree,
     as_dicts,
     chunk_of,
     compared,
-    contains_synchronized,
     corrected,
     dims_of_samples,
     fits,
@@ -44,7 +44,7 @@ from .comparing import (
     mapped,
     tensors_of,
 )
-from .twin import CallKey, CheckMode, ModuleCall, Rows, go_backward
+from .twin import CallKey, CheckMode, ModuleCall, go_backward
 
 __all__: list[str] = []
 

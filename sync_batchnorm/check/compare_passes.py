@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from ..processes import active_group
 from ..trees import Tree, format_path, leaves_of, named_leaves, tensors_in, with_leaves
-from ..wrapper.arguments import Arguments
-from .comparing import LEAST, SCALARS, agree, format_gap, gap, largest, numbers_of, tolerance_of
-from .twin import CheckMode, Rows, Twin, copied, go_backward, rows_of_chunks, seed, wrapper_like
+from .compare_tensors import LEAST, SCALARS, Rows, agree, format_gap, gap, largest, numbers_of, tolerance_of
+from .twin import CheckMode, Twin, copied, go_backward, pads_samples, rows_of_chunks, seed, wrapper_like
 
 __all__: list[str] = []
 
@@ -115,8 +114,7 @@ class Check:
         wrapper calls this method.
         """
         self.rows = self.rows or rows_of_chunks(parallel, self.replicas, inputs, kwargs)
-        lists = [leaf.value for leaf in Arguments(parallel, inputs, kwargs, 1).tree.leaves if leaf.splits_by_entry()]
-        self.pads = any(len({entry.shape for entry in entries if isinstance(entry, Tensor)}) > 1 for entries in lists)
+        self.pads = pads_samples(parallel, inputs, kwargs)
 
 
 class TwinRun(Twin):

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from ..layers import _SynchronizedBatchNorm, reason_not_converted
 from ..meeting import ReplicaSyncError
 from ..torch_private import BatchNormBase
-from ..trees import tensors_in
-from .comparing import SCALARS, CompareMode, PatchMode, RecordMode, agree, gap_text, is_unsplit, numbers_of, suspects_in
-from .lines import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
-from .passes import (
+from .compare_calls import CompareMode, PatchMode, RecordMode, suspects_in
+from .compare_passes import (
     IN_FORWARD,
     IN_PLACE,
     Check,
@@ -31,6 +29,8 @@ from .passes import (
     differences,
     scalars,
 )
+from .compare_tensors import SCALARS, agree, gap_text, is_unsplit, numbers_of, tensors_of
+from .faulty_line import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
 from .twin import OF_MODULES, CheckMode, ModuleCall, copied, shortened
 
 __all__: list[str] = []
@@ -242,7 +242,7 @@ class Investigation:
         elif operation or (not changed and self._mixes_samples(module, call, number, suspect)):
             is_of_torch = type(module).__module__.startswith("torch.nn")  # Torch's own code is correct.
             # If the model gets several input tensors, the wrapper may have split one of them along a wrong dimension.
-            is_open = is_of_torch or self._check.path or len(tensors_in(self._check.arguments)) > 1
+            is_open = is_of_torch or self._check.path or len(tensors_of(self._check.arguments)) > 1
             beside = beside or (_NO_SAMPLES if is_open else "")
             beside = beside if operation else f"{SAMPLES}{beside and '; '}{beside}"
         return "; ".join(filter(None, [text + (why and f": {why}"), beside or changed]))

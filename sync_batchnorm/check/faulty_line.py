@@ -29,9 +29,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from .comparing import SCALARS, WHOLE, agree, leaves_by_path
-from .operations import Accepts, CorrectOperations, Operation, RecordOperations
-from .passes import Check, FailsInReplicas, TwinRun
+from .compare_operations import Accepts, CorrectOperations, Operation, RecordOperations
+from .compare_passes import Check, FailsInReplicas, TwinRun
+from .compare_tensors import SCALARS, WHOLE, agree, leaves_by_path
 
 __all__: list[str] = []
 
