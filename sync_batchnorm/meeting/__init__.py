@@ -7,7 +7,6 @@ from .coordinator import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from .coordinator import PATIENCE as PATIENCE
 from .coordinator import Coordinator as Coordinator
 from .errors import ReplicaSyncError as ReplicaSyncError
-from .errors import add_note as add_note
 from .errors import strip_frames as strip_frames
 from .pipes import RunningCallback as RunningCallback
 from .pipes import SlavePipe as SlavePipe

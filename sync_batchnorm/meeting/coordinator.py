@@ -114,6 +114,12 @@ class Coordinator:
 
     # The methods below begin and end the forward pass, or the run of one replica.
 
+    def add_replica(self, number: int) -> None:
+        """Add a replica that is not listed, such as a replica in the exchange of a user's own `SyncMaster`."""
+        with self._lock:
+            if number not in self._records:
+                self._records[number] = Record(number, None, SimpleQueue())
+
     def expect(self, numbers: Collection[int]) -> None:
         """Mark all replicas without an input as ended, so that no other replica waits for them.
 
@@ -160,7 +166,7 @@ class Coordinator:
         the replica returned nevertheless, its `forward` caught the error, so this method raises an error.
         """
         with self._lock:
-            record = self._record(number)
+            record = self._records[number]
             if record.failure is not None:
                 return
             self._one_has_ended = True
@@ -196,7 +202,7 @@ class Coordinator:
         The exception itself is stored later, when the replica ends with it and calls `leave`.
         """
         with self._lock:
-            self._break_by(self._record(number), type(error))
+            self._break_by(self._records[number], type(error))
 
     def abort(self, error: BaseException, seconds: float) -> None:
         """Release all replicas with an error, because the caller's thread no longer waits for their outputs.
@@ -248,7 +254,7 @@ class Coordinator:
         ``(identifier, message)``.
         """
         with self._lock:
-            record = self._record(rendezvous.members[identifier])
+            record = self._records[rendezvous.members[identifier]]
             if self._broken is not None:
                 self._raise_broken(record)
             is_busy = record.waits_in is not None or identifier in rendezvous.messages
@@ -327,12 +333,6 @@ class Coordinator:
 
     # The callers of all methods below hold the lock of the coordinator.
 
-    def _record(self, number: int) -> Record:
-        """Return the record with the state of a replica. The first call for an unknown replica makes a new record."""
-        if number not in self._records:
-            self._records[number] = Record(number, None, SimpleQueue())
-        return self._records[number]
-
     def _deliver(self, record: Record, value: Any) -> None:
         """Deliver `value` to a replica that waits for it: at once, or at its next turn if replicas take turns."""
         if self._turns is None:
@@ -375,7 +375,7 @@ class Coordinator:
         self._turns = None
 
     def _awaited(self, rendezvous: Rendezvous) -> list[Record]:
-        return [self._record(number) for number in rendezvous.awaited()]
+        return [self._records[number] for number in rendezvous.awaited()]
 
     def _break_on_deadlock(self, record: Record, rendezvous: Rendezvous) -> None:
         """Break the forward pass if the wait of this replica can never end.

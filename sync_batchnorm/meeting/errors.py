@@ -1,7 +1,6 @@
 """Errors for replicas that cannot exchange, and functions that prepare the error of a replica for the user."""
 
 import re
-from contextlib import suppress
 from traceback import TracebackException, format_tb
 
 __all__ = ["ReplicaSyncError"]
@@ -16,12 +15,6 @@ class ReplicaSyncError(RuntimeError):
 
 class ReplicaTimeoutError(ReplicaSyncError, TimeoutError):
     """A replica waited for longer than the ``timeout`` of the wrapper, and no replica failed."""
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception. Do nothing if the exception refuses notes, as a frozen dataclass does."""
-    with suppress(Exception):
-        error.add_note(note)
 
 
 def strip_frames(error: BaseException, who: str, fact: str = "") -> BaseException:

@@ -13,12 +13,12 @@ for messages and answers in the coordinator of the forward pass; see `coordinato
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from .coordinator import NO_SPAN, Coordinator
-from .errors import add_note
 from .records import MASTER, Rendezvous
 
 __all__ = ["SlavePipe", "SyncMaster"]
@@ -117,6 +117,7 @@ class SyncMaster(_Member):
         """Forget all slaves. If a replication callback runs in this thread, join the forward pass of the callback."""
         callback = running_callback.get() or RunningCallback(Coordinator(), name="a SyncMaster of its own")
         self._coordinator, self._rendezvous = callback.coordinator, Rendezvous(callback.name, callback.number)
+        self._coordinator.add_replica(callback.number)
 
     @property
     def nr_slaves(self) -> int:
@@ -145,6 +146,7 @@ class SyncMaster(_Member):
             )
         number = self.nr_slaves + 1 if callback is None else callback.number
         self._rendezvous.admit(identifier, number)
+        self._coordinator.add_replica(number)
         return SlavePipe(self._coordinator, self._rendezvous, identifier)
 
     def run_master(self, msg: Any) -> Any:
@@ -169,7 +171,8 @@ class SyncMaster(_Member):
                 with NO_SPAN if coordinator.span is None else coordinator.span(f"{rendezvous.name}, merging"):
                     answers = dict(self._master_callback(messages))
             except Exception as error:
-                add_note(error, f"Raised in the exchange of {rendezvous}.")
+                with suppress(Exception):  # A frozen dataclass refuses notes.
+                    error.add_note(f"Raised in the exchange of {rendezvous}.")
                 raise
             if answers.keys() != rendezvous.members.keys():
                 raise RuntimeError(

@@ -139,7 +139,8 @@ def test_timeout_of_a_wait_for_a_turn_names_those_who_wait_in_a_layer_first():
 def test_wait_that_ends_late_because_the_process_was_suspended_goes_on(monkeypatch):
     """The clock of the first wait jumps to an hour later; then the peer comes."""
     clock = iter([0.0, 0.0, 3600.0])
-    peer = threading.Thread(target=call, args=(coordinator := Coordinator(timeout=0.01), layer := layer_of(), 1))
+    coordinator, layer = Coordinator(["cpu"] * 2, timeout=0.01), layer_of()
+    peer = threading.Thread(target=call, args=(coordinator, layer, 1))
 
     def monotonic():
         if (now := next(clock, None)) == 3600.0:
@@ -168,14 +169,15 @@ def test_wait_for_a_turn_may_last_as_long_as_each_turn_before_it(monkeypatch):
 def test_replica_that_runs_on_is_given_up_after_the_timeout_or_a_second_after_it(monkeypatch):
     clock, given_up = [0.0], []
     monkeypatch.setattr("sync_batchnorm.meeting.coordinator.monotonic", lambda: clock[0])
-    late, failed = Coordinator(timeout=0.0), Coordinator(timeout=5.0)
+    late, failed = [Coordinator(["cpu"] * 2, timeout=seconds) for seconds in (0.0, 5.0)]
     with pytest.raises(TimeoutError):
         call(late, layer_of(), 0)
     failed.leave(0, ValueError())
     for clock[0] in (0.5, 1.5, 4.5, 5.5):
         given_up.append((late.has_given_up, failed.has_given_up))
     assert given_up == [(False, False), (True, False), (True, False), (True, True)]
-    assert [coordinator.take_failure()[0] for coordinator in (late, failed)] == ["replica 0", "replica 0"]
+    names = [coordinator.take_failure()[0] for coordinator in (late, failed)]
+    assert names == ["replica 0 on device cpu"] * 2
 
 
 def test_replica_that_failed_for_a_reason_of_another_coordinator_is_an_original():
