@@ -22,18 +22,16 @@ from torch import nn
 
 BATCHES = {
     "rows": (nn.BatchNorm1d, (16, 10)),
+    "single values": (nn.BatchNorm1d, (3, 2)),  # one in each of three replicas
     "1d": (nn.BatchNorm1d, (7, 4, 5)),
     "2d": (nn.BatchNorm2d, (6, 3, 5, 4)),
     "3d": (nn.BatchNorm3d, (5, 2, 3, 4, 3)),
 }
 OPTIONS = [
-    {"eps": 0.3},
+    *({"eps": 0.3}, {"affine": False}, {"track_running_stats": False}, *WITHOUT_BIAS),
     *({"momentum": momentum} for momentum in (0.3, None, 0.0, 1.0)),
-    {"affine": False},
-    {"track_running_stats": False},
-    *WITHOUT_BIAS,
 ]
-EMPTY = [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 2, 0), (0, 1, 1), (0, 0, 0)]
+EMPTY = [(0, 3, 2), (3, 0, 2), (0, 2, 0), (0, 0, 0)]
 
 
 @every_kernel
@@ -52,7 +50,7 @@ def test_step_is_that_of_the_whole_batch(devs, kind, dtype):
 @pytest.mark.parametrize("devices", device_lists(1, 3))
 def test_constructor_options_mean_what_they_mean_in_torch(devices, options):
     plain, parallel = twins(nn.BatchNorm2d(3, **options).double(), devices)
-    for rows in (5, 0, 7, 6):
+    for rows in (5, 0, 7):
         assert_same_step(plain, parallel, doubles(rows, 3, 4, 2, devices=devices))
     plain.reset_running_stats()
     parallel.module.reset_running_stats()
@@ -78,17 +76,6 @@ def test_parts_may_differ_in_their_spatial_sizes(devices, dtype, kind):
     for sizes in ((9, 2), (9, 5)):  # Of equal widths: those in channels_last have equal strides inside of a sample.
         parts = [torch.randn(2, 3, 5, 5), torch.randn(1, 3, *sizes)]
         assert_same_parts(plain, parallel, [part.to(dtype).contiguous(memory_format=kind) for part in parts])
-
-
-@every_kernel
-def test_one_value_in_each_replica_is_enough(devices):
-    plain, parallel = twins(nn.BatchNorm1d(2, momentum=1.0, affine=False), devices)
-    output = parallel(torch.tensor([[3.0, -1.0], [5.0, 2.0]], device=as_devices(devices)[0])).cpu()
-    half = torch.tensor([1.0, 1.5])  # half of the distance of the two samples
-    expected = torch.tensor([[-1.0, -1.0], [1.0, 1.0]]) * half / (half**2 + plain.eps).sqrt()
-    assert_equal(output, expected, "output", 1e-6)
-    assert_equal(parallel.module.running_mean.cpu(), torch.tensor([4.0, 0.5]), "running mean", 1e-6)
-    assert_equal(parallel.module.running_var.cpu(), torch.tensor([2.0, 4.5]), "running variance", 1e-6)
 
 
 @every_kernel
@@ -208,7 +195,7 @@ def yielding(net, input):
 def test_many_forwards_under_frequent_thread_switches_stay_equal(many_switches):
     net = nn.Sequential(*[layer for _ in range(3) for layer in (Net(yielding), nn.BatchNorm1d(3), nn.Linear(3, 3))])
     plain, parallel = twins(net.double(), ["cpu"] * 4)
-    for i in range(40):
+    for i in range(20):
         data = doubles(4 + i % 7, 3)
         with torch.no_grad():
             assert_equal(parallel(data), plain(data), f"forward {i}")
