@@ -83,11 +83,9 @@ def test_layer_takes_no_more_operators_than_the_table_says(name):
         forward: list[str] = []
         backward: list[str] = []
         parallel.module.note = lambda operator, *_: forward.append(str(operator))  # noqa: B023
-        # No leaves, of which a layer makes a view.
-        parts = [
-            torch.randn(3, CHANNELS, 6, 5, device=gpu, requires_grad=True) * 1 for gpu in as_devices(DEVICES[name])
-        ]
-        outputs = run_parts(parallel, parts)
+        leaves = [torch.randn(3, CHANNELS, 6, 5, requires_grad=True) for _ in DEVICES[name]]
+        parts = [leaf.to(gpu) for leaf, gpu in zip(leaves, as_devices(DEVICES[name]), strict=True)]
+        outputs = run_parts(parallel, parts)  # no leaves, of which a layer makes a view
         grads = list(map(torch.randn_like, outputs))
         with Operators(lambda operator, *_: backward.append(str(operator))):  # noqa: B023
             torch.autograd.grad(outputs, parts, grads)
