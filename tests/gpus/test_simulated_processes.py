@@ -51,14 +51,8 @@ def test_option_selects_tests_of_gpus_and_fails_them_on_a_report(tmp_path):
 
 
 PROGRAM = """
-import atexit
-import os
-import queue
-import sys
-import threading
-
+import atexit, os, queue, sys, threading
 import simulated_gpus
-
 simulated_gpus.simulate(1)
 import torch
 

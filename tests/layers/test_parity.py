@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import device_lists, every_kernel, first_in_smoke, slow, usual_kernels
 from helpers import (
+    FORMATS,
     WITHOUT_BIAS,
     Net,
     TwoLayers,
-    as_devices,
     assert_equal,
     assert_same_parts,
     assert_same_state,
@@ -31,7 +31,10 @@ OPTIONS = [
     *({"eps": 0.3}, {"affine": False}, {"track_running_stats": False}, *WITHOUT_BIAS),
     *({"momentum": momentum} for momentum in (0.3, None, 0.0, 1.0)),
 ]
-EMPTY = [(0, 3, 2), (3, 0, 2), (0, 2, 0), (0, 0, 0)]
+ROWS = [(0, 3, 2), (3, 0, 2), (0, 0, 0), (16, 8), (2, 3, 4, 5), (1, 1, 9)]
+PARTS = {f"rows {rows}": [(n, 3, 2, 2) for n in rows] for rows in ROWS}  # the shapes of parts
+PARTS["other sizes"] = [(2, 3, 5, 5), (1, 3, 9, 2)]
+PARTS["other heights"] = [(2, 3, 5, 5), (1, 3, 9, 5)]  # which in channels_last have equal strides inside of a sample
 
 
 @every_kernel
@@ -59,23 +62,15 @@ def test_constructor_options_mean_what_they_mean_in_torch(devices, options):
 
 
 @every_kernel
+@pytest.mark.parametrize("parts", first_in_smoke(PARTS))
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("devices", device_lists(4))
-@pytest.mark.parametrize("sizes", [(16, 8), (2, 3, 4, 5), (1, 1, 9)], ids=str)
-def test_parts_of_chosen_sizes_are_weighted_by_elements(devices, sizes):
-    plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
-    parts = [doubles(size, 3, 2) for size in sizes]
+def test_parts_of_any_sizes_are_weighted_by_elements(devices, kind, parts):
+    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
+    parts = [doubles(*shape).contiguous(memory_format=FORMATS[kind]) for shape in PARTS[parts]]
     parts[0] *= 50
     assert_same_parts(plain, parallel, parts)
-
-
-@every_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.float64)], ids=["float32", "float64"])
-@pytest.mark.parametrize("kind", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_parts_may_differ_in_their_spatial_sizes(devices, dtype, kind):
-    plain, parallel = twins(nn.BatchNorm2d(3).to(dtype), devices)
-    for sizes in ((9, 2), (9, 5)):  # Of equal widths: those in channels_last have equal strides inside of a sample.
-        parts = [torch.randn(2, 3, 5, 5), torch.randn(1, 3, *sizes)]
-        assert_same_parts(plain, parallel, [part.to(dtype).contiguous(memory_format=kind) for part in parts])
+    assert_same_step(plain, parallel, doubles(2, 3, 0, 2, devices=devices))
 
 
 @every_kernel
@@ -87,16 +82,6 @@ def test_frozen_parameters_get_no_gradient(devices, frozen):
             getattr(module, name).requires_grad_(False)
     assert_same_step(plain, parallel, doubles(6, 3, devices=devices))
     assert all(getattr(parallel.module, name).grad is None for name in frozen)
-
-
-@every_kernel
-@pytest.mark.parametrize("devices", device_lists(3))
-@pytest.mark.parametrize("sizes", first_in_smoke(EMPTY), ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.float64)], ids=["float32", "float64"])
-def test_empty_replicas_take_part(devices, sizes, dtype):
-    plain, parallel = twins(nn.BatchNorm2d(3).to(dtype), devices)
-    assert_same_parts(plain, parallel, [torch.randn(size, 3, 2, 2, dtype=dtype) for size in sizes])
-    assert_same_step(plain, parallel, torch.randn(2, 3, 0, 2, device=as_devices(devices)[0]).to(dtype))
 
 
 @every_kernel
