@@ -15,6 +15,7 @@ from helpers import (
     assert_same_parts,
     assert_same_state,
     assert_same_step,
+    assert_trains_as_one_device,
     doubles,
     twins,
 )
@@ -31,7 +32,7 @@ OPTIONS = [
     *({"eps": 0.3}, {"affine": False}, {"track_running_stats": False}, *WITHOUT_BIAS),
     *({"momentum": momentum} for momentum in (0.3, None, 0.0, 1.0)),
 ]
-ROWS = [(0, 3, 2), (3, 0, 2), (0, 0, 0), (16, 8), (2, 3, 4, 5), (1, 1, 9)]
+ROWS = [(0, 3, 2), (3, 0, 2), (0, 0, 0), (2, 3, 4, 5), (1, 1, 9)]
 PARTS = {f"rows {rows}": [(n, 3, 2, 2) for n in rows] for rows in ROWS}  # the shapes of parts
 PARTS["other sizes"] = [(2, 3, 5, 5), (1, 3, 9, 2)]
 PARTS["other heights"] = [(2, 3, 5, 5), (1, 3, 9, 5)]  # which in channels_last have equal strides inside of a sample
@@ -111,9 +112,8 @@ def pyramid(net, input):
 @usual_kernels
 @pytest.mark.smoke
 def test_one_layer_called_three_times_keeps_its_calls_apart(devs):
-    plain, parallel = twins(Net(pyramid, conv=nn.Conv2d(3, 3, 1), bn=nn.BatchNorm2d(3)).double(), devs)
-    for _ in range(2):
-        assert_same_step(plain, parallel, doubles(6, 3, 5, 7, devices=devs))
+    net = Net(pyramid, conv=nn.Conv2d(3, 3, 1), bn=nn.BatchNorm2d(3))
+    _, parallel = assert_trains_as_one_device(net, devs, 6, 3, 5, 7)
     assert parallel.module.bn.num_batches_tracked == 6
 
 
