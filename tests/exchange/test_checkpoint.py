@@ -16,6 +16,8 @@ from helpers import are_distinct_gpus, assert_equal, assert_same_results, assert
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+checkpointed = functools.partial(checkpoint, use_reentrant=False)
+
 
 class Net(nn.Module):
     """Runs a path, which is a function of itself and the input, or the name of one."""
@@ -37,9 +39,7 @@ class Net(nn.Module):
 
     def run(self, function, *inputs):
         """Checkpoint a function, or only call it."""
-        if not self.checkpoints:
-            return function(*inputs)
-        return checkpoint(function, *inputs, use_reentrant=False, **self.options)
+        return checkpointed(function, *inputs, **self.options) if self.checkpoints else function(*inputs)
 
     def forward(self, input):
         return PATHS.get(self.path, self.path)(self, input)
@@ -169,9 +169,7 @@ EQUAL_CALLS = {
 
 @pytest.mark.parametrize("constant", [True, False], ids=["constant", "varied"])
 @pytest.mark.parametrize("path", EQUAL_CALLS.values(), ids=EQUAL_CALLS)
-def test_calls_with_equal_inputs_here_and_others_in_the_peer_are_refused_with_the_remedy(
-    devices, path, constant, monkeypatch
-):
+def test_calls_with_equal_inputs_here_and_others_in_the_peer_are_refused(devices, path, constant, monkeypatch):
     monkeypatch.setattr(Net, "segment", lambda net, input: torch.tanh(net.bn(input) * net.scale))
     plain, parallel = checkpointed_twins(path, devices)
     data = doubles(4, 3, 4, 5, devices=devices)
@@ -250,20 +248,14 @@ def test_checkpoint_around_the_wrapper_is_exact(devices, inner, use_reentrant):
         assert_same_results(*checkpointed_twins(path, devices), step)
 
 
-@pytest.mark.parametrize("ends_in", ["wrapper", "tanh"])
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_checkpoint_around_the_wrapper_that_saves_no_memory_is_told_once(devices, mode, ends_in):
+@pytest.mark.parametrize("after", [nn.Identity(), torch.tanh], ids=["ends in wrapper", "ends in tanh"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_checkpoint_around_the_wrapper_that_saves_no_memory_is_told_once(devices, training, after):
     _, parallel = checkpointed_twins(lambda net, x: net.segment(net.conv(x)), devices)
-    getattr(parallel, mode)()
-    after = torch.tanh if ends_in == "tanh" else nn.Identity()
-
-    def step():
-        data = doubles(4, 3, 4, 5, devices=devices)
-        checkpoint(lambda x: after(parallel(x)), data, use_reentrant=False).sum().backward()
-
+    data, model = doubles(4, 3, 4, 5, devices=devices), parallel.train(training)
     with pytest.warns(UserWarning, match=AROUND_THE_WRAPPER) as warned:
-        step()
-    step()  # Warnings are errors.
+        checkpointed(lambda x: after(model(x)), data).sum().backward()
+    checkpointed(lambda x: after(model(x)), data).sum().backward()  # Warnings are errors.
     assert [Path(warning.filename).name for warning in warned] == ["test_checkpoint.py"]
 
 
@@ -272,7 +264,6 @@ def under_hooks_of_the_user(parallel, data):
         return parallel(data)
 
 
-checkpointed = functools.partial(checkpoint, use_reentrant=False)
 QUIET = {
     "single chunk": lambda parallel, data: checkpointed(parallel, data[:1]),
     "no graph": torch.no_grad()(checkpointed),
