@@ -48,14 +48,14 @@ def gpu_lists(*sizes):
     return [devices for devices in device_lists(*sizes) if devices.id.startswith("cuda")]
 
 
-def follow(streams, others):
-    for stream, other in zip(streams, others, strict=True):
-        stream.wait_stream(other)
+def follow_defaults(streams):
+    for stream in streams:
+        stream.wait_stream(torch.cuda.default_stream(stream.device))
 
 
-def defaults(streams):
-    """Return the default streams of the same devices."""
-    return [torch.cuda.default_stream(stream.device) for stream in streams]
+def defaults_follow(streams):
+    for stream in streams:
+        torch.cuda.default_stream(stream.device).wait_stream(stream)
 
 
 @contextlib.contextmanager
@@ -135,11 +135,11 @@ def test_outputs_on_side_streams_are_those_of_one_gpu(devices, side, records):
         expected = [plain(data) for data in batches][-1]
         for wrapper in wrappers:
             streams = side_streams(devices, side)
-            follow(streams, defaults(streams))
+            follow_defaults(streams)
             with current(streams):
                 for data in batches:  # Each frees what the one before has used, while the streams may still be busy.
                     output = wrapper(data)
-            follow(defaults(streams), streams)
+            defaults_follow(streams)
             assert_equal(*used_here((output, expected)))
             assert_same_state(wrapper, plain)
 
@@ -152,8 +152,7 @@ def test_calls_on_streams_of_their_own_need_no_order(devices, threads):
     batches = [doubles(9, 3, 4, 5, devices=devices) for _ in range(2)]
     sides = [side_streams(devices, "all") for _ in batches]
     outputs = [None, None]
-    for side in sides:
-        follow(side, defaults(side))
+    follow_defaults(itertools.chain(*sides))
 
     def call(i):
         with current(sides[i]):
@@ -162,8 +161,7 @@ def test_calls_on_streams_of_their_own_need_no_order(devices, threads):
 
     calls = [functools.partial(call, i) for i in range(2)]
     in_threads(*calls) if threads else [call() for call in calls]
-    for side in sides:
-        follow(defaults(side), side)
+    defaults_follow(itertools.chain(*sides))
     for output, batch in zip(used_here(outputs), batches, strict=True):
         assert_equal(output, plain(batch))
 

@@ -84,18 +84,6 @@ def test_moments_in_a_checkpoint_are_computed_again_for_one_replica_and_refused_
         output.backward(torch.randn_like(output))
 
 
-def test_a_replica_that_computes_no_gradients_leaves_those_of_others(devices):
-    def half(net, input):
-        has_gradients = not isinstance(net.pipe, SyncMaster)
-        with torch.set_grad_enabled(has_gradients):
-            found.append((has_gradients, sync_moments(input, net.pipe)[0].requires_grad))
-        return input
-
-    found = []
-    DataParallelWithCallback(WithPipe(half), devices)(doubles(6, 3, devices=devices).requires_grad_())
-    assert sorted(found) == [(False, False), (True, True)]
-
-
 def test_gradient_penalty_without_a_single_sample_is_no_nan():
     scale, input = torch.ones(2, dtype=torch.float64, requires_grad=True), doubles(0, 2, 3).requires_grad_()
     mean, var, _ = sync_moments(input, None)
