@@ -32,8 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
-from sync_batchnorm.backends import workspaces
-from sync_batchnorm.backends.workspaces import Lease, Workspace, pools_of
+from sync_batchnorm.backends.workspaces import Workspace
 
 pytestmark = pytest.mark.cuda
 
@@ -246,7 +245,6 @@ def test_memory_ends_with_the_wrapper_and_with_the_graphs_that_need_it(alive):
     del parallel
     gc.collect()
     assert len(alive) == of_one + 2  # those of the graph
-    assert len(workspaces._pools) == 1
     grad = torch.randn_like(expected)
     output.backward(grad)
     expected.backward(grad)
@@ -257,25 +255,21 @@ def test_memory_ends_with_the_wrapper_and_with_the_graphs_that_need_it(alive):
     del other
     gc.collect()
     assert not alive
-    assert not len(workspaces._pools)
 
 
 @needs_two_gpus
 @pytest.mark.parametrize("lasts", [True, False], ids=["wrapper lasts", "wrapper ends first"])
 def test_no_python_code_runs_where_memory_is_given_back(lasts):
     """An exception of a signal, such as Ctrl-C, would be lost there."""
-    wrapper, calls = torch.nn.Identity(), []
-    vector, devices = torch.ones(3, device="cuda:0"), tuple(map(torch.device, ("cuda:0", "cuda:1")))
-    lease = Lease(pools_of(wrapper), devices, vector)
-    workspace = lease.workspace
+    parallel, calls = pair_of([0, 1])[1], []
+    output = parallel(batches([0, 1])[0])
     if not lasts:
-        del wrapper
+        del parallel
+        gc.collect()
     sys.setprofile(lambda frame, event, arg: calls.append(event))
-    del lease
+    del output
     sys.setprofile(None)
     assert calls == ["c_call"]  # of `setprofile` itself
-    if lasts:
-        assert Lease(pools_of(wrapper), devices, vector).workspace is workspace
 
 
 @needs_two_gpus

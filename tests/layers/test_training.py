@@ -14,6 +14,7 @@ from helpers import (
     assert_same_refusal,
     assert_same_results,
     assert_same_state,
+    assert_same_step,
     doubles,
     outcome,
     twins,
@@ -243,14 +244,8 @@ def test_strides_of_sizes_of_one_change_no_number(devices, size, view):
         rows = input.reshape(-1, 6, *[1] * (data.dim() - 1 + (view == "volumes")))
         return net.linear(net.bn(rows).view(6, size, 6))
 
-    def step(model):
-        input = data.clone().requires_grad_()
-        output = model(input)
-        output.backward(grad)
-        return [output, input.grad]
-
     plain.function = by_rows
-    assert_same_results(plain, parallel, step)
+    assert_same_step(plain, parallel, data, grad)
 
 
 # A run that is resumed from its state dicts computes, bit for bit, what the uninterrupted one does.
