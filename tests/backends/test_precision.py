@@ -21,18 +21,16 @@ def channels(size):
     return numbers * torch.randn(1, size, 1, 1, dtype=torch.float64).sign()
 
 
-def worst(actual, expected, scale=None):
-    """Return the largest error, relative to the `scale` of each channel if there is one."""
-    error = (actual.detach().double() - expected.detach()).abs()
-    return float((error if scale is None else error / scale.clamp(min=1e-30)).max())
+def worst(actual, expected, scale=1.0):
+    """Return the largest error, relative to `scale`."""
+    return float(((actual.detach().double() - expected.detach()).abs() / scale).max())
 
 
 class Errors:
     """One step of the layer of torch and of ours in float32, compared with torch in float64 on the same numbers.
 
-    That of torch gets contiguous tensors: with channels_last ones, its gradients have no correct digit where the mean
-    is 1e4 standard deviations. With `follows`, the upstream gradient has a mean, and a part that is the input without
-    its own: otherwise its sum and that of its products with the input are nearly zero, and so is what they contribute.
+    That of torch gets contiguous tensors: of channels_last ones with a large mean, it makes wrong gradients. With
+    `follows`, the upstream gradient depends on the input: otherwise its sums are nearly zero, as what they contribute.
     """
 
     def __init__(self, data, parts, memory_format, follows=False):
@@ -66,23 +64,11 @@ class Errors:
         assert self.grad <= max(1.5 * self.grad_of_torch, self.rounding * self.largest_grad)
 
 
-SIZES = {"small": (8, 16, 6, 5), "medium": (8, 16, 32, 32), "large": (8, 8, 96, 96)}
-
-
-@pytest.mark.parametrize("parts", [[5, 3], *slow([4, 4], [2, 2, 2, 2], [1] * 8)], ids=str)
-@pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("ratio", first_in_smoke(RATIOS), ids=lambda ratio: f"{ratio:g}")
-@pytest.mark.parametrize("size", ["small", "medium", *slow("large")])
-def test_step_is_as_exact_as_that_of_one_device(size, ratio, memory_format, parts):
-    data = doubles(*SIZES[size]) + ratio * channels(SIZES[size][1])
-    Errors(data, parts, FORMATS[memory_format]).check()
-
-
+@pytest.mark.parametrize("size", [40, *slow(96)])
 @pytest.mark.parametrize("memory_format", ["contiguous", *slow("channels_last")])
 @pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
-@pytest.mark.parametrize("size", ["large", *slow("medium")])
-def test_upstream_gradient_that_follows_the_input_leaves_gradients_as_exact(size, ratio, memory_format):
-    data = doubles(*SIZES[size]) + ratio * channels(SIZES[size][1])
+def test_upstream_gradient_that_follows_the_input_leaves_gradients_as_exact(ratio, memory_format, size):
+    data = doubles(8, 8, size, size) + ratio * channels(8)
     errors = Errors(data, [4, 4], FORMATS[memory_format], follows=True)
     # A multiple of the input is part of the gradient: it is rounded where it is as large as the mean makes it.
     assert errors.grad <= (2 * errors.rounding + 3e-8 * ratio) * errors.largest_grad
@@ -97,7 +83,8 @@ def changed(data, where, change):
 
 
 EVERY_SECOND = slice(None, None, 2)  # sample, which is the first of a replica, too
-ADVERSARIES = {  # from random numbers of the sizes (8, 8, 40, 40)
+DATA = {  # from random numbers
+    **{f"ratio of {ratio:g}": lambda x, ratio=ratio: x + ratio * channels(x.shape[1]) for ratio in RATIOS},
     "borders of zeros": lambda x: nn.functional.pad(x[..., 8:-8, 8:-8] + 1000, [8] * 4),
     "constant first samples": lambda x: changed(x + 1e4, EVERY_SECOND, lambda x: x * 0 + 1e4),
     "far first samples": lambda x: changed(x, EVERY_SECOND, lambda x: x + 1e4),  # no good shift for a sum of squares
@@ -116,9 +103,18 @@ ADVERSARIES = {  # from random numbers of the sizes (8, 8, 40, 40)
 
 @usual_on_the_cpu
 @pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("make", ADVERSARIES.values(), ids=ADVERSARIES)
-def test_data_that_mislead_leave_the_step_as_exact(make, memory_format):
-    Errors(make(doubles(8, 8, 40, 40)), [4, 4], FORMATS[memory_format]).check()
+@pytest.mark.parametrize("make", first_in_smoke(DATA))
+def test_step_is_as_exact_as_that_of_one_device(make, memory_format):
+    Errors(DATA[make](doubles(8, 8, 40, 40)), [4, 4], FORMATS[memory_format]).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [[5, 3], [2, 2, 2, 2], [1] * 8], ids=str)
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
+@pytest.mark.parametrize("size", [6, 96])
+def test_step_on_any_parts_is_as_exact_as_that_of_one_device(size, ratio, memory_format, parts):
+    Errors(doubles(8, 16, size, size - 1) + ratio * channels(16), parts, FORMATS[memory_format]).check()
 
 
 @every_kernel

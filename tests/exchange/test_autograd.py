@@ -101,7 +101,7 @@ MODES = {"inference": 0, "no-grad": 1, "usual": 2}
 def test_outputs_are_what_the_mode_of_their_replica_makes_them(devices, kind, first, second):
     _, parallel = twins(WithPipe(in_its_mode, bn=nn.BatchNorm2d(4), results=[]), devices)
     modes = [MODES[first], MODES[second]]
-    parts = [torch.randn(2, 4, 5, 6).contiguous(memory_format=FORMATS[kind]) for _ in devices]
+    parts = [torch.randn(2, 4, 5, 6).contiguous(memory_format=FORMATS[kind]).requires_grad_() for _ in devices]
     if modes.count(MODES["inference"]) == 1:  # Nobody could make what both of them ask for.
         with pytest.raises(ValueError, match="in inference mode"):
             run_parts(parallel, parts, modes)
@@ -110,8 +110,7 @@ def test_outputs_are_what_the_mode_of_their_replica_makes_them(devices, kind, fi
     for mode, output, *moments in parallel.module.results:
         for result in (output, *moments):
             assert result.is_inference() == (mode == MODES["inference"])
-        assert output.requires_grad == (mode == MODES["usual"])
-        assert not any(vector.requires_grad for vector in moments)
+            assert result.requires_grad == (mode == MODES["usual"])
 
 
 TARGETS = [("input",), ("1.weight",), ("1.bias", "input"), ("0.weight",), ("2.weight",), ("0.bias", "1.bias")]
@@ -160,7 +159,7 @@ def test_replicas_may_take_gradients_of_gradients_in_their_forward(devices):
         (grad,) = torch.autograd.grad(output[rows], input, torch.cos(data[rows]), create_graph=True)
         (second,) = torch.autograd.grad(grad[rows], input, torch.sin(data[rows]), retain_graph=True)
         expected.append(second[rows])
-    for _ in range(50):
+    for _ in range(20):
         assert_equal(parallel(data), torch.cat(expected))
 
 
@@ -171,7 +170,7 @@ def training_inside(net, input, weights):
     return output.detach()
 
 
-@pytest.mark.parametrize("devices", device_lists(1, 2, 3))
+@pytest.mark.parametrize("devices", device_lists(1, 3))
 def test_backward_in_the_forward_of_each_replica_is_that_of_the_sum_of_their_losses(devices):
     plain, parallel = twins(Net(training_inside, net=TwoLayers()).double(), devices)
     for _ in range(5):
@@ -190,12 +189,12 @@ def freeing_inside(net, input, weights):
 
 
 @pytest.mark.parametrize("hooks", [False, True])
-@pytest.mark.parametrize("devices", device_lists(2, 3))
+@pytest.mark.parametrize("devices", device_lists(3, slow=[2]))
 @pytest.mark.usefixtures("many_switches")
 def test_backward_that_frees_what_its_peers_need_is_always_told_in_the_words_of_torch(devices, hooks):
     _, parallel = twins(Net(freeing_inside, net=TwoLayers(), hooks=hooks).double(), devices)
     data, weights = doubles(6, 3, 6, 6, devices=devices), doubles(6, 4, 2, 2, devices=devices)
-    for _ in range(20):
+    for _ in range(10):
         with pytest.raises(RuntimeError, match=SECOND_TIME):
             parallel(data, weights)
 

@@ -43,8 +43,8 @@ def test_parameters_that_each_replica_makes_are_its_own(devices, name, drops, ma
     assert_equal(output, expected)
     found = torch.autograd.grad(output, [data, *parallel.module.parameters()], grad, materialize_grads=True)
     wanted = torch.autograd.grad(expected, [again, *plain.parameters()], grad, materialize_grads=True)
-    for one, other in zip(found, wanted, strict=True):
-        assert_equal(one, other)
+    for actual, expected in zip(found, wanted, strict=True):
+        assert_equal(actual, expected)
 
 
 def calling(bn, body):
@@ -52,16 +52,10 @@ def calling(bn, body):
     return Net(lambda net, input: body(net.bn, input), bn=bn)
 
 
-def changing_a_slice(bn, x):
-    x = x * 1
-    x[:, :3] = bn(x[:, :3].clone())
-    return x
-
-
 CHANGES = {
     "before": lambda bn, x: bn((x * 1).mul_(2)[:, :3]),
     "after": lambda bn, x: bn(x[:, :3]).mul_(2).add_(1),
-    "slice": changing_a_slice,
+    "slice": lambda bn, x: (x * 1).index_copy_(1, torch.arange(3, device=x.device), bn(x[:, :3].clone())),
 }
 
 
@@ -112,9 +106,7 @@ def test_transform_around_a_layer_is_refused_where_it_meets_others(devices, name
     plain, parallel = twins(calling(layer, TRANSFORMS[name]).double(), devices)
     data = doubles(6, 3, devices=devices)
     plain(data)
-    with pytest.raises(
-        RuntimeError, match=r"got a call of SynchronizedBatchNorm1d inside one, such as grad or vmap; use"
-    ):
+    with pytest.raises(RuntimeError, match="inside one, such as grad or vmap; use"):
         parallel(data)
     plain.bn, parallel.module.bn = (nn.BatchNorm1d(3).to(data).eval() for _ in range(2))
     if name in ("grad", "vmap"):  # the sums over samples of the others differ from those over the samples of a replica
@@ -127,15 +119,14 @@ def test_transform_around_a_layer_is_refused_where_it_meets_others(devices, name
 def test_tangents_are_refused_and_not_lost(name, grad_mode):
     layer = nn.BatchNorm1d(3, track_running_stats=False)
     plain, parallel = twins(calling(layer, lambda bn, x: bn(x)).double(), ["cpu"] * 2)
-    data, tangent = doubles(6, 3), doubles(6, 3)
+    data = doubles(6, 3)
     with forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
         assert_equal(parallel(data), plain(data))  # a level alone is no reason to refuse
         if name == "weight":
-            bn = parallel.module.bn
-            weight = bn.weight.detach()
-            del bn.weight
-            bn.weight = forward_ad.make_dual(weight, torch.ones_like(weight))
+            weight = parallel.module.bn.weight.detach()
+            del parallel.module.bn.weight
+            parallel.module.bn.weight = forward_ad.make_dual(weight, torch.ones_like(weight))
         else:
-            data = forward_ad.make_dual(data, tangent)
+            data = forward_ad.make_dual(data, torch.randn_like(data))
         with pytest.raises(NotImplementedError, match=r"jvp function|forward AD|forward-mode"):
             parallel(data)

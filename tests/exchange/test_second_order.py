@@ -25,37 +25,34 @@ pytestmark = usual_kernels
 RELATIVE = 1e-8  # of second derivatives, whose values are differences of large ones
 
 
+SIZES = {"uneven": (3, 2, 1), "first empty": (0, 3, 1)}  # of the parts of replicas
+SLOW_SIZES = {"even": (2, 2, 2), "middle empty": (2, 0, 1)}
+
+
+@pytest.mark.parametrize("training", [True, *slow(False)], ids=["train", "eval"])
+@pytest.mark.parametrize("sizes", [*SIZES, *slow(*SLOW_SIZES)])
+@pytest.mark.parametrize("options", [{}, *slow({"affine": False}, *WITHOUT_BIAS)], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2, slow=[3]))
+def test_gradgradcheck_passes(devices, options, sizes, training):
+    _, parallel = twins(nn.BatchNorm1d(2, **options).double(), devices)
+    parallel.train(training)
+    sizes = (SIZES | SLOW_SIZES)[sizes][: len(devices)]
+    parts = [doubles(size, 2, devices=[device]).requires_grad_() for size, device in zip(sizes, devices, strict=True)]
+    inputs = [*parts, *parallel.module.parameters()]
+    step = lambda *inputs: tuple(run_parts(parallel, inputs[: len(sizes)]))  # noqa: E731
+    # Neither the copies of torch between devices nor the gradients of empty parts can be batched.
+    batched = not are_distinct_gpus(devices) and 0 not in sizes
+    assert torch.autograd.gradcheck(step, inputs, check_batched_grad=batched)
+    # The threads of several devices add up gradients of gradients in any order, as those of PyTorch.
+    nondet = 1e-12 if are_distinct_gpus(devices) else 0.0
+    assert torch.autograd.gradgradcheck(step, inputs, check_batched_grad=batched, nondet_tol=nondet)
+
+
 def critic():
     """A net that is smooth, so that its second derivatives are not zero almost everywhere."""
     first = (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh())
     second = (nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Softplus())
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(4 * 3 * 2, 1)).double()
-
-
-@pytest.mark.parametrize("training", [True, *slow(False)], ids=["train", "eval"])
-@pytest.mark.parametrize("rows", [5, *slow(4)], ids=["uneven", "even"])
-@pytest.mark.parametrize("options", [{}, {"affine": False}, *WITHOUT_BIAS], ids=str)
-@pytest.mark.parametrize("devices", device_lists(2, slow=[3]))
-def test_gradgradcheck_passes(devices, options, rows, training):
-    _, parallel = twins(nn.BatchNorm1d(2, **options).double(), devices)
-    parallel.train(training)
-    inputs = [doubles(rows, 2, devices=devices).requires_grad_(), *parallel.module.parameters()]
-    step = lambda input, *_: parallel(input)  # noqa: E731
-    batched = not are_distinct_gpus(devices)  # where torch's scatter and gather copy into slices, for which it has none
-    assert torch.autograd.gradcheck(step, inputs, check_batched_grad=batched)
-    # The threads of several devices add up gradients of gradients in any order, as those of PyTorch.
-    nondet = 0.0 if batched else 1e-12
-    assert torch.autograd.gradgradcheck(step, inputs, check_batched_grad=batched, nondet_tol=nondet)
-
-
-@pytest.mark.parametrize("sizes", [(3, 1), (0, 3), (1, 0, 2)], ids=str)
-def test_gradgradcheck_passes_on_parts_of_chosen_sizes(sizes):
-    _, parallel = twins(nn.BatchNorm1d(2).double(), ["cpu"] * len(sizes))
-    parts = [doubles(size, 2).requires_grad_() for size in sizes]
-    inputs = [*parts, parallel.module.weight, parallel.module.bias]
-    step = lambda *inputs: tuple(run_parts(parallel, inputs[: len(sizes)]))  # noqa: E731
-    assert torch.autograd.gradcheck(step, inputs)
-    assert torch.autograd.gradgradcheck(step, inputs)
 
 
 def wgan_gp(model, real, fake, mix):
@@ -68,9 +65,10 @@ def wgan_gp(model, real, fake, mix):
 
 
 @pytest.mark.parametrize("rows", first_in_smoke([6, 5]), ids=["even", "uneven"])
-def test_gradient_penalty_is_that_of_one_device(devs, rows):
-    plain, parallel = twins(critic(), devs)
-    real, fake = doubles(rows, 3, 5, 4, devices=devs), doubles(rows, 3, 5, 4, devices=devs)
+@pytest.mark.parametrize("devices", device_lists(3, slow=[1, 2, 4]))
+def test_gradient_penalty_is_that_of_one_device(devices, rows):
+    plain, parallel = twins(critic(), devices)
+    real, fake = (doubles(rows, 3, 5, 4, devices=devices) for _ in range(2))
     mix = torch.rand(rows, 1, 1, 1, dtype=torch.float64, device=real.device)
     for _ in range(2):
         losses = [wgan_gp(model, real, fake, mix) for model in (plain, parallel)]

@@ -78,19 +78,18 @@ OPERATORS = {"[0, 1]": (11, 11), "[0, 1, 2, 3]": (19, 21), "[0, 1, 2, 3, 4, 5, 6
 
 @pytest.mark.parametrize("name", [name for name in DEVICES if name in OPERATORS])
 def test_layer_takes_no_more_operators_than_the_table_says(name):
-    parallel = twins(Net(observed, bn=nn.BatchNorm2d(CHANNELS)), DEVICES[name])[1]
-    for _ in range(2):
-        forward: list[str] = []
-        backward: list[str] = []
-        parallel.module.note = lambda operator, *_: forward.append(str(operator))  # noqa: B023
-        # No leaves, of which a layer makes a view.
-        parts = [
-            torch.randn(3, CHANNELS, 6, 5, device=gpu, requires_grad=True) * 1 for gpu in as_devices(DEVICES[name])
-        ]
-        outputs = run_parts(parallel, parts)
-        grads = list(map(torch.randn_like, outputs))
-        with Operators(lambda operator, *_: backward.append(str(operator))):  # noqa: B023
-            torch.autograd.grad(outputs, parts, grads)
+    forward: list[str] = []
+    backward: list[str] = []
+    net = Net(observed, bn=nn.BatchNorm2d(CHANNELS), note=lambda operator, *_: forward.append(str(operator)))
+    parallel = twins(net, DEVICES[name])[1]
+    step(parallel)
+    forward.clear()
+    leaves = [torch.randn(3, CHANNELS, 6, 5, requires_grad=True) for _ in DEVICES[name]]
+    parts = [leaf.to(gpu) for leaf, gpu in zip(leaves, as_devices(DEVICES[name]), strict=True)]
+    outputs = run_parts(parallel, parts)  # no leaves, of which a layer makes a view
+    grads = list(map(torch.randn_like, outputs))
+    with Operators(lambda operator, *_: backward.append(str(operator))):
+        torch.autograd.grad(outputs, parts, grads)
     for found, most in zip((forward, backward), OPERATORS[name], strict=True):
         print(len(found), Counter(found))
         assert 0 < len(found) <= most

@@ -48,14 +48,14 @@ def gpu_lists(*sizes):
     return [devices for devices in device_lists(*sizes) if devices.id.startswith("cuda")]
 
 
-def follow(streams, others):
-    for stream, other in zip(streams, others, strict=True):
-        stream.wait_stream(other)
+def follow_defaults(streams):
+    for stream in streams:
+        stream.wait_stream(torch.cuda.default_stream(stream.device))
 
 
-def defaults(streams):
-    """Return the default streams of the same devices."""
-    return [torch.cuda.default_stream(stream.device) for stream in streams]
+def defaults_follow(streams):
+    for stream in streams:
+        torch.cuda.default_stream(stream.device).wait_stream(stream)
 
 
 @contextlib.contextmanager
@@ -135,11 +135,11 @@ def test_outputs_on_side_streams_are_those_of_one_gpu(devices, side, records):
         expected = [plain(data) for data in batches][-1]
         for wrapper in wrappers:
             streams = side_streams(devices, side)
-            follow(streams, defaults(streams))
+            follow_defaults(streams)
             with current(streams):
                 for data in batches:  # Each frees what the one before has used, while the streams may still be busy.
                     output = wrapper(data)
-            follow(defaults(streams), streams)
+            defaults_follow(streams)
             assert_equal(*used_here((output, expected)))
             assert_same_state(wrapper, plain)
 
@@ -152,23 +152,34 @@ def test_calls_on_streams_of_their_own_need_no_order(devices, threads):
     batches = [doubles(9, 3, 4, 5, devices=devices) for _ in range(2)]
     sides = [side_streams(devices, "all") for _ in batches]
     outputs = [None, None]
-    for side in sides:
-        follow(side, defaults(side))
+    follow_defaults(itertools.chain(*sides))
 
     def call(i):
         with current(sides[i]):
             for _ in range(3):
                 outputs[i] = parallel(batches[i])
 
-    if threads:
-        in_threads(functools.partial(call, 0), functools.partial(call, 1))
-    else:
-        call(0)
-        call(1)
-    for side in sides:
-        follow(defaults(side), side)
+    calls = [functools.partial(call, i) for i in range(2)]
+    in_threads(*calls) if threads else [call() for call in calls]
+    defaults_follow(itertools.chain(*sides))
     for output, batch in zip(used_here(outputs), batches, strict=True):
         assert_equal(output, plain(batch))
+
+
+@pytest.mark.skipif(CUDA_COUNT < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("threads", [False, True], ids=["one-thread", "two-threads"])
+def test_wrappers_on_disjoint_gpus_train_as_one_device_each(threads):
+    lists = [[0, 1], [3, 2]]  # the first of a list is the one that merges
+    pairs = [twins(TwoLayers().double(), devices) for devices in lists]
+
+    def train(*order):
+        for i in order:
+            assert_same_step(*pairs[i], doubles(4, 3, 6, 6, devices=lists[i]))
+
+    if threads:
+        in_threads(functools.partial(train, *[0] * 5), functools.partial(train, *[1] * 5))
+    else:
+        train(*[0, 1] * 3)
 
 
 @pytest.mark.skipif(CUDA_COUNT < 3, reason="needs three GPUs")
@@ -285,19 +296,14 @@ def test_thread_in_which_forward_leaves_something_on_serves_no_other_replica(lef
     monkeypatch.setattr("sync_batchnorm.wrapper.run._idle", {})
     threads = []
 
-    def leave(net, input):
-        output = net.bn(input)
-        threads.append(threading.current_thread())
-        LEFT_ON[left]()
-        return output
-
     def note(net, input):
         threads.append(threading.current_thread())
-        return net.bn(input)
+        output = net.bn(input)
+        LEFT_ON[net.left]()
+        return output
 
-    data = torch.randn(4, 3, device="cuda")
-    for forward in (leave, note):
-        DataParallelWithCallback(convert_model(Net(forward, bn=nn.BatchNorm1d(3)).cuda()), [0, 1])(data)
+    for net in (Net(note, bn=nn.BatchNorm1d(3), left=left) for left in (left, "nothing")):
+        DataParallelWithCallback(convert_model(net.cuda()), [0, 1])(torch.randn(4, 3, device="cuda"))
     assert (set(threads[:2]) == set(threads[2:])) is (left == "nothing")
 
 

@@ -48,12 +48,8 @@ def test_copy_of_any_layout_is_that_of_the_cpu(layout, dtype):
     expected, here = layout(base), layout(base.to("cuda:0"))
     like_expected = expected.clone()  # with the strides that a copy on the CPU gets
     wider = torch.complex128 if expected.is_complex() else torch.float64
-    copies = {
-        "to the device": expected.to("cuda:0"),
-        "to the host": here.cpu(),
-        "to another device": here.to(LAST, copy=True),
-        "on the device": here.clone(),
-    }
+    copies = {"to the device": expected.to("cuda:0"), "to the host": here.cpu()}
+    copies |= {"to another device": here.to(LAST, copy=True), "on the device": here.clone()}
     for name, copied in copies.items():
         assert contents(copied) == contents(expected), name
         assert copied.stride() == like_expected.stride(), name
@@ -63,6 +59,5 @@ def test_copy_of_any_layout_is_that_of_the_cpu(layout, dtype):
             larger = torch.zeros(*expected.shape[::-1], 3, dtype=expected.dtype, device=device)
             part = torch.permute(larger[..., 1], list(range(expected.dim()))[::-1])
             assert contents(part.copy_(source)) == contents(expected), f"from {name} into a part on {device}"
-            assert contents(part.conj().copy_(source)) == contents(expected), (
-                f"from {name} into a conjugate on {device}"
-            )
+            into_conjugate = contents(part.conj().copy_(source))
+            assert into_conjugate == contents(expected), f"from {name} into a conjugate on {device}"

@@ -115,16 +115,15 @@ def test_memory_freed_while_another_stream_uses_it_is_unsafe(safe):
 # Devices
 
 
+COMBINATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cat": lambda x, y: torch.cat([x, y]),
+    "add_": lambda x, y: x.add_(y),
+    "conv": lambda x, y: nn.functional.conv1d(x.view(1, 1, 3), y.view(1, 1, 3)),
+}
+
+
 @two_devices
-@pytest.mark.parametrize(
-    "combine",
-    [
-        lambda x, y: torch.cat([x, y]),
-        lambda x, y: x.add_(y),
-        lambda x, y: nn.functional.conv1d(x.view(1, 1, 3), y.view(1, 1, 3)),
-    ],
-    ids=["cat", "add_", "conv"],
-)
+@pytest.mark.parametrize("combine", COMBINATIONS.values(), ids=COMBINATIONS)
 def test_tensors_of_two_devices_in_one_operator_are_an_error(combine):
     x, y = torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1")
     with pytest.raises(RuntimeError, match=r"Expected all tensors to be on the same device.*cuda:0 and cuda:1"):
@@ -158,9 +157,7 @@ def test_counts_of_a_known_sequence_are_exact():
         side.synchronize()  # 1 host synchronization
         z.item()  # 1 launch, 1 host synchronization, 4 bytes to the host
         torch.ones(2, 2).to("cuda", non_blocking=True)  # 1 launch, 1 allocation and 16 bytes to the device
-    assert ran.by_operator() == {
-        "add": 1, "mul": 1, "sum": 1, "_local_scalar_dense": 1, "copy to device": 1,
-    }  # fmt: skip
+    assert ran.by_operator() == dict.fromkeys(["add", "mul", "sum", "_local_scalar_dense", "copy to device"], 1)
     assert ran.by_stream() == {"cuda:0": 4, f"cuda:0 stream {side.stream_id}": 1}
     counts = {name: value for name, value in vars(ran).items() if name != "log" and value != 0}
     assert counts == {
@@ -195,23 +192,14 @@ def test_hidden_wait_of_the_host_is_counted(wait, syncs):
 # Batch norm operators
 
 
-def vectors(*dtypes: torch.dtype, channels: int = 3) -> list[torch.Tensor]:
-    return [torch.rand(channels, device="cuda").add(0.5).to(dtype) for dtype in dtypes]
+WRONG = [(F32, F32, F32, F64, "mean"), (F64, F64, F64, F32, "mean"), (F16, F16, F16, F16, "mean")]
+WRONG += [(F16, F32, F16, F32, "bias"), (F16, F16, F32, F32, "bias"), (F32, F64, F64, F32, "weight")]
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize(
-    ("input", "weight", "bias", "mean", "wrong"),
-    [
-        (F32, F32, F32, F64, "mean"),
-        (F64, F64, F64, F32, "mean"),
-        (F16, F32, F16, F32, "bias"),
-        (F16, F16, F32, F32, "bias"),
-        (F16, F16, F16, F16, "mean"),
-        (F32, F64, F64, F32, "weight"),
-    ],
-)
+@pytest.mark.parametrize(("input", "weight", "bias", "mean", "wrong"), WRONG)
 def test_batch_norm_elemt_refuses_the_dtypes_that_cuda_refuses(input, weight, bias, mean, wrong, memory_format):
     x = torch.randn(2, 3, 4, 4, device="cuda").to(input, memory_format=memory_format)
+    vectors = [torch.ones(3, dtype=dtype, device="cuda") for dtype in (weight, bias, mean, mean)]
     with pytest.raises(RuntimeError, match=f"Expected {wrong} to have type"):
-        torch.batch_norm_elemt(x, *vectors(weight, bias, mean, mean), 0.0)
+        torch.batch_norm_elemt(x, *vectors, 0.0)

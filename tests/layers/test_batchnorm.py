@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from conftest import slow
+from conftest import device_lists, slow
 from helpers import (
     WITHOUT_BIAS,
     Net,
@@ -40,33 +40,26 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)], ids=str)
-def test_single_value_in_all_is_refused_in_the_words_of_torch(devs, shape):
-    layer = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
-    plain, parallel = twins(layer(3).double(), devs)
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got input size"):
-        parallel(doubles(*shape, devices=devs))
-    parallel.module.reset_running_stats()
-    assert_same_step(plain, parallel, doubles(4, *shape[1:], devices=devs))
-    single = doubles(*shape, devices=devs)
-    assert_equal(parallel.eval()(single), plain.eval()(single))
-
-
-@pytest.mark.parametrize("sizes", [(1, 0), (0, 1)], ids=str)
-def test_single_value_beside_an_empty_replica_is_refused(devices, sizes):
-    _, parallel = twins(nn.BatchNorm1d(3).double(), devices)
-    message = r"Expected more than 1 value per channel when training, got input size torch.Size\(\[1, 3\]\)"
-    with pytest.raises(ValueError, match=message):
-        run_parts(parallel, [doubles(size, 3) for size in sizes])
+def test_single_value_in_all_is_refused_in_the_words_of_torch(devices, shape):
+    plain, parallel = twins((nn.BatchNorm1d if len(shape) < 4 else nn.BatchNorm2d)(3).double(), devices)
+    single, empty = doubles(*shape, devices=devices), doubles(0, *shape[1:])
+    message = f"Expected more than 1 value per channel when training, got input size torch.Size({list(shape)})"
+    assert outcome(lambda: run_parts(parallel, [single, empty])) == (ValueError, message)
+    assert outcome(lambda: run_parts(parallel, [empty, single])) == (ValueError, message)
     assert parallel.module.num_batches_tracked == 0
+    assert_same_refusal(plain, parallel, single)
+    assert_same_step(plain, parallel, doubles(4, *shape[1:], devices=devices))
+    assert_equal(parallel.eval()(single), plain.eval()(single))
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("rows", [6, 1])
-def test_eval_is_that_of_torch(devs, rows):
-    plain, parallel = twins(TwoLayers().double(), devs)
-    assert_same_step(plain, parallel, doubles(6, 3, 6, 6, devices=devs))
+@pytest.mark.parametrize("devices", device_lists(3, slow=[1, 2, 4]))
+def test_eval_is_that_of_torch(devices, rows):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    assert_same_step(plain, parallel, doubles(6, 3, 6, 6, devices=devices))
     before = copy.deepcopy(parallel.state_dict())
-    data = doubles(rows, 3, 6, 6, devices=devs)
+    data = doubles(rows, 3, 6, 6, devices=devices)
     for module in (plain.eval(), parallel.eval()):
         module.zero_grad()
     for _ in range(2):
