@@ -21,10 +21,11 @@ from . import DataParallelWithCallback, __version__, convert_model
 
 __all__: list[str] = []
 
-BUDGET = 25.0  # seconds for all checks; the command promises its report within 30
-TIMEOUT = 5.0  # number of seconds that a replica waits for the other replicas; a working machine needs far less
-# The largest allowed difference between replicas and one device, by dtype, relative to the largest value. Another order
-# of summation stays below these limits. Without synchronization, the difference is more than 0.1.
+BUDGET = 25.0  # the time for all checks, in seconds; the command promises a report within 30 seconds
+TIMEOUT = 5.0  # the longest time, in seconds, that a replica waits for the others; a working machine needs far less
+# The largest allowed difference between replicas and one device, by dtype, relative to the largest value. Rounding
+# errors from another order of summation stay below these limits. Without synchronization, the difference is more than
+# 0.1.
 TOLERANCES = {"float32": 1e-4, "float64": 1e-10}
 
 
@@ -92,8 +93,8 @@ def check(devices: Sequence[str]) -> int:
 def check_parity(devices: Sequence[str], dtype: str) -> str:
     """Train a small model for two steps, in replicas on `devices` and on the first device alone; compare the results.
 
-    Return a text with the largest difference between the two runs. Raise a `RuntimeError` if this difference is above
-    the tolerance.
+    Return a text with the largest difference between the results in replicas and on one device. Raise a `RuntimeError`
+    if this difference is above the tolerance.
     """
     torch.manual_seed(0)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": devices[0]}
@@ -103,9 +104,9 @@ def check_parity(devices: Sequence[str], dtype: str) -> str:
     parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), devices, timeout=TIMEOUT)
     errors = []
     for _ in range(2):
-        # The batch is split into one chunk for each device, and the last chunk is smaller than the others. `grad` is
-        # the gradient of the output. Its mean is near zero. With a larger mean, the sums of the gradient would be
-        # large, and the rounding errors of these sums would come near the tolerance.
+        # Each device gets one chunk of the batch, and the last chunk is smaller than the others. The mean of `grad`,
+        # the gradient of the output, is near zero. If the mean were larger, the sums over `grad` would be large, and
+        # the rounding errors of these sums would come near the tolerance.
         input, grad = torch.randn(2, 2 * len(devices) - 1, 16, 9, 9, **options)
         in_replicas, on_one_device = step(parallel, 5 + 3 * input, grad), step(plain, 5 + 3 * input, grad)
         for actual, expected in zip(in_replicas, on_one_device, strict=True):

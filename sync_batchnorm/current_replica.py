@@ -1,9 +1,10 @@
 """Find the replica that runs in the current thread, and raise an error for layers outside this replica.
 
 NOTE [whose thread]: The obvious way to remember the replica of a thread is a `ContextVar`. This is not enough, because
-other threads may inherit its value. A thread started by a replica may inherit the replica's context, as by default in
-free-threaded Python 3.14. And a replica runs in a copy of its caller's context, where the caller may be a replica of
-another wrapper. So the current thread must also be the thread that the coordinator recorded for the replica.
+other threads may inherit the value of the variable. A thread started by a replica may inherit the replica's context, as
+by default in free-threaded Python 3.14. And a replica runs in a copy of its caller's context, where the caller may be a
+replica of another wrapper. So `current_run` also compares the current thread with the thread that the coordinator
+recorded for the replica.
 """
 
 from collections.abc import Callable
@@ -32,9 +33,10 @@ def is_in_replica() -> bool:
     return current_run() is not None
 
 
-# `torch.compile` cannot trace a `ContextVar`. With this mark, compiled code keeps the first result of `is_in_replica`
-# as a constant: code that was compiled outside replicas does not call the function again inside a replica.
-# `torch.compiler.assume_constant_result` sets the same mark, but imports the compiler.
+# `torch.compile` cannot trace a `ContextVar`. The attribute `_dynamo_marked_constant` tells the compiler to call
+# `is_in_replica` once, during the compilation, and to keep the result as a constant. So code that was compiled outside
+# replicas does not call `is_in_replica` again when it runs inside a replica. `torch.compiler.assume_constant_result`
+# sets the same attribute, but imports the compiler.
 vars(is_in_replica).update(_dynamo_marked_constant=True)
 
 

@@ -1,8 +1,8 @@
 """Derive picklable classes at run time. Each class has two bases: a user's class and a class of this library.
 
 A pickle stores the class of an object by name, and loading the pickle imports this name. Classes derived at run time
-cannot be imported by name. So the pickle of such an object stores the names of the two bases, and a call of
-`derive_again`. When the pickle is loaded, this call derives the class from the two bases again.
+cannot be imported by name. So the pickle of an object of a derived class stores the names of the two bases, and a call
+of `derive_again`. When the pickle is loaded, `derive_again` derives the class from the two bases again.
 """
 
 import functools
@@ -34,7 +34,7 @@ class DynamicSubclass(nn.Module):
 
 
 def derive_again(original: Any, base: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Rebuild a module from its pickle, if the class of the module was derived at run time; return the module.
+    """Rebuild a pickled module whose class was derived at run time, and return the module.
 
     The pickle stores `function` and its arguments. First, `function` is called, and returns a module. If this module is
     an instance of `original`, the user's class, it becomes an instance of `derived_class(original, base)`. Pickles

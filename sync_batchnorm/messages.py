@@ -11,7 +11,8 @@ from torch import nn
 __all__: list[str] = []
 
 _PACKAGE = __name__.removesuffix("messages")
-_issued: dict[str, object] = {}  # text of a warning -> an object that identifies the call of `warn_once` with this text
+# Maps the text of each issued warning to an object that identifies the call of `warn_once` that issued the warning.
+_issued: dict[str, object] = {}
 _collected: ContextVar[dict[str, None] | None] = ContextVar("sync_batchnorm_collected_warnings", default=None)
 
 

@@ -9,7 +9,7 @@ rows itself. In a backward pass, a collective adds up one vector of sums over al
     rank 1   [count, number, statistics] ---+                 +---> rows of all ranks, (W, 2 + 2 * C) ---> merge(rows)
 
 A collective does not check that all ranks call the same layer: it would mix the statistics of two layers without an
-error. So each vector on the CPU also contains a number of its layer, and all ranks compare the gathered numbers
+error. So on the CPU, each vector also contains the number of the layer, and all ranks compare the gathered numbers
 (`_agree_on_number`). On GPUs, the host would have to wait for the gathered numbers, so the vectors do not contain any.
 
 All processes of a group must have the same weights, and call the same layers in the same order. In a backward pass, the
@@ -39,14 +39,13 @@ ONE_PROCESS_A_DEVICE = (
 # A `torch.distributed.ProcessGroup`. The type is Any, because some builds of torch do not contain this class.
 Group = Any
 
-# process group -> layer -> number of the layer, for layers that exchanged statistics on the CPU. The number is not
-# stored on the layer, because a copy of the layer must not get the same number. The numbers of a new group start at 1,
-# even if it replaces a destroyed group. Only one thread uses the numbers of a group: ranks that are threads use a group
-# each.
+# Maps each process group to a dict from layers to the numbers of these layers. Layers get a number when they exchange
+# statistics on the CPU. The number is not stored on the layer, because a copy of the layer must not get the same
+# number. The numbers of a new group start at 1, even if the group replaces a destroyed group. Only one thread uses the
+# dict of a group: if ranks are threads of one process, each rank has a group of its own.
 _numbers: WeakKeyDictionary[Group, WeakKeyDictionary[nn.Module, float]] = WeakKeyDictionary()
 
-# The default process groups of the parent processes, if this process was forked. A forked process must not use these
-# groups.
+# If this process was forked: the default process groups of its parent processes. A forked process must not use them.
 _inherited: list[Group] = []
 
 if hasattr(os, "register_at_fork"):  # not on Windows
@@ -58,8 +57,8 @@ class Peers(NamedTuple):
 
     group: Group
     name: str  # the name of the layer in its model
-    # A weak reference to the layer, because the autograd graph holds this object, and must not keep the model alive.
-    # The function `sync_moments` passes None, because it does not belong to a layer.
+    # A weak reference to the layer: the autograd graph holds this `Peers` object, but must not keep the model alive.
+    # The function `sync_moments` does not belong to a layer, and leaves None here.
     layer: Any = None
 
     def call(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
@@ -80,8 +79,8 @@ class Peers(NamedTuple):
     ) -> tuple[Sequence[Sequence[Tensor]], Tensor, int | Tensor]:
         """Gather the statistics and the element counts of all W processes.
 
-        Return three values: a list with one pair of tensors ``(W, C)``, a tensor ``(W,)`` with the counts, and the sum
-        of the counts.
+        Return three values: the statistics of all processes, as a list with a single pair of tensors ``(W, C)``; their
+        counts, as a tensor ``(W,)``; and the sum of the counts.
 
         `count` is the number of elements per channel in this process. The statistics are sent in `dtype`, or in their
         own dtype if `dtype` is None. The sum is a tensor, so that the host does not wait for its value. If `count` is
@@ -112,7 +111,7 @@ def check_group(process_group: Any) -> None:
     """Raise a `TypeError` unless the argument is a process group or None."""
     if process_group is None or not dist.is_available():
         return
-    # In a process outside the new group, `torch.distributed.new_group` returns this integer in place of a group.
+    # In a process outside the new group, `torch.distributed.new_group` returns the integer `NON_GROUP_MEMBER`.
     is_non_member = isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER
     if not isinstance(process_group, dist.ProcessGroup) and not is_non_member:
         raise TypeError(
@@ -122,7 +121,7 @@ def check_group(process_group: Any) -> None:
 
 
 def active_group(process_group: Group | None) -> Group | None:
-    """Return the process group in which to exchange, or None if the group contains no other process.
+    """Return the process group whose processes exchange, or None if this process is the only one in it.
 
     If `process_group` is None, use the group of all processes.
     """
@@ -149,7 +148,7 @@ def active_group(process_group: Group | None) -> Group | None:
 def _number_or_proposal(peers: Peers) -> float:
     """Return the number of the layer in its process group.
 
-    If the layer is not numbered yet, return a proposal: the next unused number, with a minus sign to mark a proposal.
+    If the layer has no number yet, propose the next unused number: return this number with a minus sign.
     """
     numbers = _numbers.setdefault(peers.group, WeakKeyDictionary())
     return numbers.get(peers.layer()) or -1 - max(numbers.values(), default=0)

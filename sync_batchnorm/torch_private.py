@@ -1,6 +1,6 @@
 """The private names of torch that this library uses, and marks for the compiler of torch.
 
-The comment at each private name tells why this library needs the name, and the consequence if torch drops the name.
+The comment above each private name tells why this library needs the name, and the consequence if torch drops it.
 
 NOTE [private names]: Torch may rename or drop a private name in any version. So other files import it from this file,
 under a name of our own. Private attributes of public objects, such as `_version`, are the exception.
@@ -30,8 +30,9 @@ HOOKS = tuple(name for name in HOOKS_AND_FLAGS if name.endswith("hooks"))
 # The base class of torch's batch norms. Without this class, only torch's five public classes would be recognized as
 # batch norms, and not the classes that users derive from it.
 BatchNormBase = _BatchNorm
-# Switches off dispatch modes in a `with` block. Without this function, a selective checkpoint would count the operators
-# of a merge of statistics, and expect them again in the recomputation, which does not merge.
+# Switches off dispatch modes in a `with` block. A selective checkpoint uses a dispatch mode to count operators. Without
+# this function, it would count the operators that merge statistics, and expect them again in the recomputation, which
+# does not merge any statistics.
 without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 # Returns whether a transform of torch.func is active, such as vmap. Without this function, replicas inside a transform
 # would return wrong outputs without an error.
@@ -45,12 +46,13 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # Switches the recording of gradients on or off in this thread. Without this function, every exchange would use
 # `torch.no_grad`, which takes ten times as long.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-# Return the number of modes that are on in this thread. Without these functions, a thread would keep the modes that a
-# `forward` left on, and the next replica in this thread would run with these modes.
+# Return the numbers of `__torch_function__` modes and of dispatch modes that are on in this thread. Without these two
+# functions, modes that a replica's `forward` left on would stay on in the thread, and the next replica in this thread
+# would run with them.
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# Returns whether the running backward pass retains the graph. Without this function, no backward pass could free the
-# saved inputs.
+# Returns whether the running backward pass retains the graph. Without this function, a backward pass would have to keep
+# all saved inputs.
 retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 # Returns the saved-tensor hooks that are set in this thread, or None. Without this function, the hooks of a checkpoint
 # would not get the tensors that this library saves.
@@ -67,7 +69,7 @@ foreach_copy: Callable[..., None] = torch._foreach_copy_
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Any:
-    """Return the `apply` of an autograd function's C++ base class. It skips the check for transforms of torch.func."""
+    """Return an `apply` for an autograd function that skips the check for transforms of torch.func."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""Flatten the nested arguments or outputs of a model into leaves with paths, and rebuild them with other leaves.
+"""Flatten nested arguments or outputs of a model into leaves with paths, and build the same nesting with other leaves.
 
 The inner nodes of such a tree are lists, tuples, mappings and dataclasses. Every other object is a leaf:
 
@@ -32,7 +32,7 @@ Path = tuple[Any, ...]
 
 # Classes of leaves that cannot hold tensors.
 _ATOMS = {NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-# Python's own containers. A container is a node of a tree, and its entries are the children of this node.
+# Python's own containers. In a tree, each container is a node, and the entries of the container are its children.
 _PLAIN = (list, tuple, dict)
 _OTHER_STRUCTURE = ", or call a second wrapper of the module where it returns something else, as in eval mode"
 
@@ -58,7 +58,7 @@ def format_dims(option: str, path: Path, dims: Dims) -> str:
 def is_sequence_type(kind: type) -> bool:
     """Return whether instances of a class may hold one entry for each sample of a batch.
 
-    True for lists and tuples and their subclasses, but not for named tuples and `torch.Size`.
+    The result is True for lists, tuples and their subclasses, but False for named tuples and `torch.Size`.
     """
     return issubclass(kind, (list, tuple)) and not hasattr(kind, "_fields") and kind is not torch.Size
 
@@ -146,18 +146,18 @@ class Tree:
         return lambda leaves: _rebuild(path, tree, children, [build(leaves) for build in builds])
 
     def _is_leaf(self, tree: Any, kind: Any, dims: Dims) -> bool:
-        # A list or dict that holds only numbers and strings is one leaf. For example, each replica gets a whole list of
-        # words.
+        # A list or dict that holds only numbers and strings counts as a single leaf. So each replica gets the whole
+        # object, for example a whole list of words.
         if dims is UNSPECIFIED and kind in (list, dict) and not self._is_output:
             return {*map(type, tree.values() if kind is dict else tree)} <= _ATOMS
         splits_by_entry = dims == 0 and is_sequence_type(kind) and not (self._is_output and issubclass(kind, tuple))
         return splits_by_entry or issubclass(kind, (Tensor, nn.Module)) or (dims is None and has_to_method(kind))
 
     def _reachable_children(self, path: Path, tree: Any, kind: Any, dims: Dims) -> dict[Any, Any]:
-        """Return a dict of a container's children, with their keys, indices or field names as keys; empty for a leaf.
+        """Return the children of a container by their keys, indices or field names; return an empty dict for a leaf.
 
-        An instance of a user's container class without tensors counts as a leaf, unless `in_dims` or `out_dims` names
-        its entries. If the container holds tensors outside its children, it is added to `unreachable`.
+        If an instance of a user's container class holds no tensors, it counts as a leaf, unless `in_dims` or `out_dims`
+        names its entries. If a container holds tensors outside its children, it is added to `unreachable`.
         """
         items = list(tree) if self._is_output and kind not in _PLAIN and _is_iterable(tree, kind) else tree
         is_plain = issubclass(kind, _PLAIN) and kind is not PackedSequence
@@ -173,7 +173,7 @@ class Tree:
         return children
 
     def _dims_by_child(self, path: Path, children: dict[Any, Any], kind: Any, dims: Dims) -> dict[Any, Dims]:
-        """Return the entry of the user's `dims`, a dict, list or tuple, for each child of a container.
+        """Return a dict from the key of each child of a container to the entry for this child in the user's `dims`.
 
         Raise a `ValueError` if the keys or the length of the user's `dims` do not fit the children of the container.
         """
@@ -199,8 +199,8 @@ class Tree:
 def _is_iterable(tree: Any, kind: type) -> bool:
     """Return whether `nn.DataParallel` would gather an output object by iterating over the object.
 
-    `nn.DataParallel` iterates over an object if the class of the object defines `__iter__`. The key-value caches of
-    transformers are such objects.
+    `nn.DataParallel` iterates over an object if the class of the object defines `__iter__`, for example over a
+    key-value cache of transformers.
     """
     is_other = issubclass(kind, (*_PLAIN, Mapping, Set, str, bytes)) or dataclasses.is_dataclass(kind)
     # `hasattr(kind, "__iter__")` would be wrong. It is also true for an Enum class, whose metaclass defines `__iter__`.
@@ -209,7 +209,7 @@ def _is_iterable(tree: Any, kind: type) -> bool:
 
 
 def children_of(tree: Any) -> dict[Any, Any]:
-    """Return a dict of a container's children, with their keys, indices or field names as keys; empty for a leaf."""
+    """Return the children of a container by their keys, indices or field names; return an empty dict for a leaf."""
     kind = type(tree)
     if issubclass(kind, dict):
         # A subclass of `dict` may override the method `items`, so call the method of `dict`.
@@ -226,8 +226,8 @@ def children_of(tree: Any) -> dict[Any, Any]:
 def holds_tensors(tree: Any) -> bool:
     """Return whether an object holds tensors, directly or in nested containers. No method of the object is called.
 
-    The search does not look inside modules, classes and functions. It does look inside callable collections, such as
-    the graph objects of PyTorch Geometric.
+    The search skips modules, classes, functions and other callables. But it includes collections that are callable,
+    such as the graph objects of PyTorch Geometric.
     """
     nodes, seen = [tree], {id(tree)}
     for node in nodes:  # The loop appends to the list over which it runs, and so visits the children of each node, too.
@@ -276,7 +276,7 @@ def _rebuild(path: Path, original: Any, keys: Collection[Any], items: list[Any])
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Return the leaves of nested arguments or outputs, in order."""
+    """Return a list of the leaves of nested arguments or outputs, in order."""
     return [leaf.value for leaf in Tree(tree, is_output=True).leaves]
 
 
@@ -286,7 +286,7 @@ def named_leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return all tensors in nested arguments or outputs, in order."""
+    """Return a list of all tensors in nested arguments or outputs, in order."""
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 

@@ -5,4 +5,4 @@ from .cuda import Cuda
 
 __all__: list[str] = []
 
-BACKENDS = {"cpu": Cpu(), "cuda": Cuda()}  # type of a device -> its backend
+BACKENDS = {"cpu": Cpu(), "cuda": Cuda()}  # maps the type of a device to its backend

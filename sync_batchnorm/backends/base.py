@@ -67,7 +67,7 @@ def memory_for_output(input: Tensor) -> Tensor:
 def single_value_error(shapes: Sequence[torch.Size]) -> ValueError:
     """Return the error that torch raises for a single value per channel.
 
-    `shapes` are the shapes of the inputs of all replicas. Some of these inputs may be empty.
+    `shapes` contains the shape of each replica's input. Some of these inputs may be empty.
     """
     shape = next((shape for shape in shapes if shape.numel()), shapes[0])
     return ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
@@ -80,8 +80,9 @@ def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[
     variances", 1979. This function applies the formula to any number of pieces.
 
     Args:
-        mean, var: ``(K, C)`` each.
-        fractions: share of each piece in all elements, ``(K, 1)``. None if all pieces have equally many elements.
+        mean, var: the mean and the biased variance of each piece, ``(K, C)`` each.
+        fractions: the number of elements in each piece, divided by the number in the whole data, ``(K, 1)``. None if
+            all pieces have equally many elements.
 
     Returns:
         mean and biased variance of the whole data, ``(C,)`` each.
@@ -133,7 +134,7 @@ class BatchStatistics(NamedTuple):
 
     backend: "Backend"
     master_device: torch.device  # the device of replica 0, which adds up the sums of all replicas
-    # The mean and the inverse standard deviation of the whole batch, ``(C,)`` each, on each device.
+    # Maps each device of the call to the mean and the inverse standard deviation of the whole batch, ``(C,)`` each.
     mean_invstd: Mapping[torch.device, Pair]
     # The number of elements per channel in the whole batch. The number is a tensor if several processes computed it
     # together, so that the host does not wait for its value.
@@ -143,7 +144,8 @@ class BatchStatistics(NamedTuple):
     parameters_differ: bool  # whether replicas may use different weights or biases in this call
     # A function that adds up a tensor over all processes; None if there are no other processes.
     reduce: Callable[[Tensor], Tensor] | None
-    lease: Lease  # the lease of the workspace (memory that later exchanges use again) in which `mean_invstd` may lie
+    # Keeps the memory of `mean_invstd` in use; later exchanges may overwrite the memory once the lease is gone.
+    lease: Lease
 
     @property
     def divisor(self) -> int | Tensor:
@@ -153,9 +155,9 @@ class BatchStatistics(NamedTuple):
     def totals(self, sums: Sequence[Pair], workspace: Workspace) -> Tensor:
         """Add up the sums of the backward pass over all replicas and processes.
 
-        Each replica contributes a pair of vectors.
+        Each pair in `sums` contains the two vectors of one replica.
 
-        Return the total of the first vectors and the total of the second vectors, in one tensor ``(2 * C,)``.
+        Return a tensor ``(2 * C,)``: the total of all first vectors, followed by the total of all second vectors.
         """
         rows = workspace.stack(sums or [tuple(map(torch.zeros_like, self.mean_invstd[self.master_device]))])
         return self.complete(torch.sum(rows, 0, out=workspace.flat))
@@ -210,7 +212,8 @@ class Backend:
     Gradients of gradients use this class on every device, because autograd can differentiate its operators.
     """
 
-    merge_dtype: torch.dtype | None = None  # the dtype in which statistics are merged; None for their own dtype
+    # The dtype in which statistics are merged; None to merge them in their own dtype.
+    merge_dtype: torch.dtype | None = None
 
     def statistics(self, input: Tensor, eps: float) -> tuple[Pair, Tensor | None]:
         """Compute the statistics of one replica's input, which must not be empty.
@@ -241,15 +244,17 @@ class Backend:
         All statistics must be on the same device.
 
         Args:
-            statistics: a pair for each replica; for processes, a single pair of ``(W, C)``.
-            counts: elements per channel of each replica; for processes, a tensor ``(W,)``.
+            statistics: for each replica, a pair of tensors ``(K, C)``, as the method `statistics` returns it. If W
+                processes exchange: a single pair of tensors ``(W, C)``.
+            counts: for each replica, the number of elements per channel in its input. If W processes exchange: a tensor
+                ``(W,)``.
             total: the sum of `counts`.
             layer: the arguments of the layer in replica 0.
-            workspace: memory for the vectors; None: allocate new memory.
+            workspace: reusable memory for the vectors; None to allocate new memory.
 
         Returns:
-            mean and inverse standard deviation, ``(C,)``; and the channels where `eps` replaces a smaller variance, or
-            None if `eps` is added.
+            mean and inverse standard deviation of the whole batch, ``(C,)`` each; and a mask of the channels in which
+            `eps` replaces a smaller variance, or None if `eps` is added to the variance.
         """
         means = torch.cat([mean for mean, _ in statistics]).to(dtype=self.merge_dtype)  # (K, C), of all pieces
         variances = torch.cat([var for _, var in statistics]).to(dtype=self.merge_dtype)
@@ -285,7 +290,7 @@ class Backend:
         return outputs
 
     def gradients(self, replicas: Sequence[BackwardInput], batch: BatchStatistics) -> Sequence[Gradients]:
-        """Return the gradients of each replica.
+        """Return the gradients of each replica's input, weight and bias.
 
         The gradient of an input is None if the backward pass does not need it. If the output of a replica is empty or
         not in the loss, the gradients of its weight and bias are zero, and may be returned as None.
@@ -320,11 +325,12 @@ def _input_gradient(replica: BackwardInput, normalized: Tensor, invstd: Tensor, 
     """Return the gradient of one replica's input, ``invstd * (dy - mean_dy - normalized * mean_dy_normalized)``.
 
     In this formula, dy is the gradient of the replica's output, multiplied by the replica's weight, and `normalized` is
-    the replica's normalized input. `means`, ``(2 * C,)``, contains the two means, which are taken over all replicas.
+    the replica's normalized input. `means`, ``(2 * C,)``, contains the two means of the formula, which are means over
+    the inputs of all replicas.
     """
     mean_dy, mean_dy_normalized = means.to(replica.input.device, non_blocking=True).chunk(2)
-    # The first operand of an expression determines the memory format of the result. So the first operand must be as
-    # large as the input.
+    # In an expression of torch, the first operand determines the memory format of the result. So the first operand must
+    # be as large as the input.
     grad_input = normalized * -per_channel(mean_dy_normalized, normalized) - per_channel(mean_dy, normalized)
     if replica.grad_output is not None:
         dy = replica.grad_output.to(normalized.dtype)
@@ -346,9 +352,9 @@ def _statistics_in_graph(replicas: Sequence[BackwardInput], batch: BatchStatisti
         pair = deviations.sum(reduced_dims(x)), deviations.square().sum(reduced_dims(x))
         sums.append(move_pair(pair, batch.master_device))
     moments = batch.totals(sums, Workspace()) / batch.divisor
-    # The moments are taken about the mean of the forward pass, which is a constant for autograd. So the derivatives of
-    # the mean and the variance are exact, in any order. The values of `first` and `second` are zero, but autograd knows
-    # them as functions of the inputs.
+    # The moments are means of ``x - mean`` and of its square, with the mean of the forward pass, which is a constant
+    # for autograd. So all derivatives of the mean and the variance are exact, including higher derivatives. The values
+    # of `first` and `second` are zero, but autograd knows them as functions of the inputs.
     first, second = (moments - moments.detach()).chunk(2)
     mean, invstd = batch.mean_invstd[batch.master_device]
     var_change = second - first.square()

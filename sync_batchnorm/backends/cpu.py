@@ -56,10 +56,11 @@ AffineArguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def as_batch_norm_arguments(slope: Tensor, offset: Tensor) -> AffineArguments:
-    """Return weight, bias, mean and variance, ``(C,)`` each, with which torch's batch norm is ``x * slope + offset``.
+    """Return the arguments with which the batch norm operator of torch computes ``x * slope + offset``.
 
-    The fifth item is an empty tensor. The batch norm operator requires such a tensor for the statistics of a training
-    step, but leaves the tensor empty here, because it computes no statistics.
+    The arguments are weight, bias, mean and variance, ``(C,)`` each, and an empty tensor. In a training step, the
+    operator would write its statistics into the fifth tensor. Here it computes no statistics, and leaves the tensor
+    empty.
     """
     return slope, offset, torch.zeros_like(slope), torch.ones_like(slope), slope.new_empty(0)
 
@@ -76,7 +77,7 @@ class Cpu(Backend):
     def statistics(self, input: Tensor, eps: float) -> tuple["Moments", Tensor | None]:
         (mean, var), memory = fast_moments(input)
         # First check the statistics of each piece of the input. This check takes two operators, and nearly every input
-        # passes it. If a piece fails, merge the pieces, and check the merged statistics.
+        # passes it. If the check fails, merge the statistics of the pieces, and check the merged statistics.
         if not is_precise(mean, var, eps) and not is_precise(*merge_moments(mean.double(), var, None), eps):
             mean, var = exact_moments(input, mean, memory)
         return (mean, var), memory
@@ -94,8 +95,8 @@ class Cpu(Backend):
                 # same rounded slope, so they cancel to the last digit if an input value is equal to the mean.
                 offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
                 affine = as_batch_norm_arguments(slope, offset.to(slope.dtype))
-            # Write the output into given memory, because torch then raises an error for an input with a tangent of
-            # forward-mode autograd. Without the error, the tangent would be lost silently.
+            # Pass memory for the output (`out=`). Then torch raises an error if the input carries a tangent of
+            # forward-mode autograd. Without `out=`, the tangent would be lost silently.
             output = memory_for_output(call.input) if call.memory is None else call.memory
             outputs.append(apply_affine(call.input, affine, output))
         return outputs
@@ -133,14 +134,14 @@ def _sums(replicas: Sequence[BackwardInput], batch: BatchStatistics, dtype: torc
     for replica in replicas:
         vectors += gradient_sums(replica.grad_output, replica.input, rounded_mean, rounded_invstd)
     sums = torch.stack(vectors).double().view(-1, 2, len(mean))  # (2 * R, C) -> (R, 2, C)
-    # The rounding of the mean shifts all normalized values of a channel by the same amount. Correct the sums of
-    # `dy * normalized` for this shift.
+    # The sums were computed with a rounded mean, and this rounding shifts all normalized values of a channel by the
+    # same amount. Correct the sums of `dy * normalized` for this shift.
     sums[:, 1].addcmul_(sums[:, 0], (rounded_mean - mean) * invstd)
     return sums
 
 
 def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: torch.dtype) -> AffineArguments:
-    """Return the part of the input gradient that is the same function of the input x in all replicas.
+    """Return the terms of the input gradient that are the same function of the input x in all replicas.
 
     The function is ``-factor / N * (sum dy + (x - mean) * invstd * sum dy_normalized)``, with sums over all replicas.
     If the parameters of replicas differ, the caller multiplies dy by the weights before it adds up dy, and passes the
@@ -204,8 +205,9 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
             mean, var = torch.batch_norm_update_stats(view, running_mean, running_var, UNUSED_MOMENTUM)
             return (mean.view(pieces, channels), var.view(pieces, channels)), None
         input = input.contiguous()
-    # Call group norm with one group for each channel of each sample. For a float16 or bfloat16 input, the operator
-    # returns float32 statistics only if the weight is float32, so pass a weight of ones.
+    # Call group norm with as many groups as channels: it returns a mean and a variance for each channel of each sample.
+    # For a float16 or bfloat16 input, group norm returns float32 statistics only if its weight is float32, so pass a
+    # float32 weight of ones.
     length = input.numel() // (size * channels)
     weight = torch.ones(channels, dtype=torch.float32, device="cpu") if half else None
     memory, mean, invstd = torch.native_group_norm(input, weight, None, size, channels, length, channels, 0.0)
@@ -216,8 +218,8 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
 def _number_of_pieces(rows: int, channels: int) -> int:
     """Return the number of equal pieces into which to cut the rows of an input. Each row has `channels` elements.
 
-    All pieces get equally many rows, and one row of each piece, put side by side, fit into `WIDTH` elements. The result
-    is the largest possible number of pieces.
+    All pieces get the same number of rows. If one row of each piece is put side by side, the joined row has at most
+    `WIDTH` elements. The result is the largest number of pieces with these two properties.
     """
     return next((pieces for pieces in range(min(rows, WIDTH // channels), 1, -1) if rows % pieces == 0), 1)
 
@@ -236,15 +238,16 @@ def exact_moments(input: Tensor, fast_mean: Tensor, memory: Tensor | None) -> Mo
     `memory` is the memory for the output of the layer, or None. The result of the subtraction may be written into this
     memory.
     """
-    # Do not subtract a mean that is infinite or NaN, because it would turn finite values into infinite values or NaN.
+    # Do not subtract a mean that is infinite or NaN: the subtraction would turn finite values into infinite values or
+    # NaN.
     shift = torch.nan_to_num(fast_mean.mean(0), 0.0, 0.0, 0.0)
     out = memory if memory is not None and memory.dtype == shift.dtype else None
     (mean, var), _ = fast_moments(torch.sub(input, per_channel(shift, input), out=out))
     mean = mean.double() + shift
     overflown = ~(mean.isfinite() & var.isfinite()).all(0)
     if bool(overflown.any()):
-        # Return the same results as torch. An infinite value makes the mean infinite. If only the squares of the values
-        # overflow, only the variance is infinite.
+        # In channels with an overflow, return the same results as torch: an infinite value makes the mean infinite, but
+        # if only the squares of the values overflow, only the variance is infinite.
         values = input[:, overflown].double()
         dims, count = reduced_dims(values), values.numel() // values.shape[1]
         mean[:, overflown] = values.sum(dims) / count

@@ -1,8 +1,8 @@
 """Batch normalization on CUDA, with the operators that `torch.nn.SyncBatchNorm` uses.
 
 The time of a training step depends on the host, which launches the kernels, rather than on the kernels themselves. So
-this file uses few operators and kernel launches, even if they compute more. NOTE [tried on CUDA], at the end of the
-file, lists changes without a gain.
+this file uses few operators and kernel launches, even if the kernels then compute more than necessary. NOTE [tried on
+CUDA], at the end of the file, lists changes that gained nothing.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Cuda(Backend):
 
     def empty_statistics(self, input: Tensor) -> Pair:
         zeros, _ = super().empty_statistics(input)
-        return zeros, torch.ones_like(zeros)  # The kernel that merges statistics divides by the second vector.
+        return zeros, torch.ones_like(zeros)  # The merge kernel divides by the second vector, so it must not be zero.
 
     def merge(
         self,
@@ -51,20 +51,21 @@ class Cuda(Backend):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Merge the statistics, and update the running statistics, by a single operator.
 
-        The operator cannot update the running statistics in all cases, for example not with ``momentum=None``. In these
-        cases, further operators update the running statistics.
+        In some cases, the operator cannot update the running statistics, for example with ``momentum=None``. Further
+        operators update them in these cases.
         """
         if isinstance(total, int) and total == 0:
             return super().merge(statistics, counts, total, layer, workspace)
         if isinstance(counts, Tensor):
-            # The kernel divides by the number of elements of the first process. If this number is zero, pass a tiny
-            # number instead.
+            # The merge kernel divides by the number of elements in the input of the first process. If this number is
+            # zero, pass a tiny number instead.
             (means, invstds), count_vector = statistics[0], counts.clamp(min=1e-30)
         else:
             workspace = workspace or Workspace()
             rows = workspace.stack([pair for pair, count in zip(statistics, counts, strict=True) if count])
             count_vector = _count_vector(rows.device, tuple(filter(None, counts)), rows.dtype)
-            means, invstds = workspace.halves  # the vectors of all replicas with nonempty inputs, ``(K, C)`` each
+            # The means and the inverse deviations of the K replicas whose inputs are not empty, ``(K, C)`` each.
+            means, invstds = workspace.halves
         running, momentum, buffers = layer.running, 0.0, (None, None)
         if running is not None and running.momentum is not None and getattr(running.mean, "dtype", 0) == means.dtype:
             # The merge operator updates the running mean and variance. It leaves their version counters as they are,
@@ -147,8 +148,8 @@ def _sums(replica: BackwardInput, grad_output: Tensor, batch: BatchStatistics) -
 def _input_gradient(replica: BackwardInput, totals: Pair, count: int, batch: BatchStatistics) -> Tensor | None:
     """Return the gradient of one replica's input, or None if the backward pass does not need it.
 
-    `totals` are the two sums that the backward pass needs, added up over all replicas. Divided by `count`, the sums are
-    means.
+    `totals` contains the two sums that `_sums` returns, added up over all replicas. Divided by `count`, the totals are
+    means over the whole batch.
     """
     input, grad_output, weight = replica.input, replica.grad_output, replica.weight
     if not replica.wants_input:
@@ -167,7 +168,7 @@ def _input_gradient(replica: BackwardInput, totals: Pair, count: int, batch: Bat
     if batch.parameters_differ:
         weight = None
     elif weight is not None and weight.dtype != mean.dtype:
-        # For a contiguous input, the operator requires the same dtype for weight and mean.
+        # For a contiguous input, `batch_norm_backward_elemt` requires the same dtype for weight and mean.
         weight = weight.to(mean.dtype)
     count_vector = _count_vector(input.device, (count,), torch.int32)
     return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, totals[0], totals[1], count_vector)
@@ -177,7 +178,7 @@ _count_vectors: dict[tuple[torch.Stream, tuple[int, ...], torch.dtype], Tensor] 
 
 
 def _count_vector(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return `counts` as a vector on `device`. The vector must be used only on the stream that is current now."""
+    """Return `counts` as a vector on `device`. Use the vector only on the stream that is current now."""
     stream = torch.accelerator.current_stream(device.index)
     vector = _count_vectors.get((stream, counts, dtype))
     if vector is None:
@@ -199,7 +200,7 @@ def _count_vector(device: torch.device, counts: tuple[int, ...], dtype: torch.dt
 # - a copy for each of the two vectors, without `cat`: as many launches on two GPUs, more on others;
 # - sums added up one by one, without `cat` and `sum`: one operator less on two GPUs, more launches on others;
 # - `stack` in place of `cat`, or `foreach_copy` for a single copy: 1 to 2 % more of a layer each;
-# - workspaces in the backward pass only: a third of their gain in both passes;
+# - workspaces in the backward pass only: a third of the gain of workspaces in both passes;
 # - one lease for all vectors that a replica sends in a forward pass, or all replicas in a backward pass: 0 to 1 % of a
 #   layer on two and four GPUs, 3 % on eight, for twelve lines;
 # - means and inverse deviations as two views by `as_strided`, and a counter that adds a kept tensor in place of a

@@ -31,7 +31,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def uses_default_streams(device: torch.device, other: torch.device | None) -> bool:
-    """Return whether this thread's current streams on the GPUs `device` and `other` are their default streams.
+    """Return whether this thread uses the default streams of the GPUs `device` and `other` at present.
 
     `other` may also be None, or the same GPU.
     """
@@ -101,9 +101,9 @@ def in_order_with_engine(
 ) -> Any:
     """Run `function(*args)`, the backward pass of an autograd node with tensors on several devices.
 
-    The autograd engine knows a single stream for a node: the stream of the node's first output, on the first device. It
-    assumes that incoming and returned gradients are ready on that stream. So the streams of all other devices wait for
-    that stream before the function runs, and that stream waits for all other streams afterwards.
+    The autograd engine uses a single stream for a node: the stream of the node's first output, on the first device. The
+    engine assumes that incoming and returned gradients are ready on this first stream. So the streams of the other
+    devices wait for the first stream before the function runs, and the first stream waits for them afterwards.
     """
     if devices[0].type != "cuda":
         return function(*args)

@@ -2,12 +2,12 @@
 
 NOTE [workspaces]: The obvious way is to allocate new vectors in each exchange. But the time of a training step depends
 on the number of operators, and each vector costs several operators: an allocation, views, and a copy to each device. So
-replicas on several GPUs use the vectors of earlier exchanges again, together with the views of these vectors.
+replicas on several GPUs write into the vectors of an earlier exchange, and use the old views of these vectors again.
 
-A workspace is a set of such vectors. It may be overwritten while earlier kernels still read it, because all its kernels
-run on the default streams, in launch order (NOTE [streams]). So it is free as soon as nobody can launch another kernel
-that reads it. A `Lease` marks this time: the workspace is free once no references to its lease are left. Every owner of
-vectors in a workspace refers to the lease:
+A workspace is a set of such vectors. New kernels may overwrite a workspace while earlier kernels still have to read it,
+because all kernels run on the default streams, in launch order (NOTE [streams]). So a workspace is free as soon as
+nobody can launch another kernel that reads the old vectors. A `Lease` object marks this time: the workspace is free
+once no references to its lease are left. Every owner of vectors in a workspace refers to the lease:
 
                                              WorkspacePool
                                                    | weak reference
@@ -39,17 +39,17 @@ Pair = Sequence[Tensor]  # two tensors of the same shape, such as mean and inver
 
 
 class WorkspacePool:
-    """Workspaces (reusable memory) for vectors of the same devices, shape and dtype: at most 1024, enough for any net.
+    """Up to 1024 workspaces (reusable memory) for vectors that agree in their devices, shape and dtype.
 
-    A workspace is free once the latest lease on it has ended.
+    A workspace can be used again once its latest lease was deleted.
     """
 
     def __init__(self) -> None:
-        self.workspaces: dict[ref[Lease], Workspace] = {}  # the latest lease on a workspace -> the workspace
+        self.workspaces: dict[ref[Lease], Workspace] = {}  # maps the latest lease on each workspace to the workspace
         self._ended: list[ref[Lease]] = []
 
     def take(self, lease: "Lease") -> "Workspace":
-        """Return a free workspace, or a new one if none is free. The workspace stays in use until `lease` ends."""
+        """Return a free or new workspace, which stays in use until `lease` is deleted."""
         try:
             workspace = self.workspaces.pop(self._ended.pop())
         except IndexError:
@@ -60,23 +60,24 @@ class WorkspacePool:
 
 
 class WorkspacePools(dict[Any, WorkspacePool]):
-    """The workspace pools of one owner, such as a wrapper: one for each kind (devices, shape, dtype) of vectors."""
+    """The pools of one owner, such as a wrapper: a `WorkspacePool` for each kind (devices, shape, dtype) of vectors."""
 
 
-# The workspace pools of each owner, such as a wrapper, for as long as the owner is alive.
+# Maps each owner, such as a wrapper, to its workspace pools. The pools live as long as their owner.
 _pools: WeakKeyDictionary[Any, WorkspacePools] = WeakKeyDictionary()
 
 
 def pools_of(owner: Any) -> ref[WorkspacePools]:
-    """Return a weak reference to the workspace pools of an owner, such as a wrapper. The first call makes the pools."""
+    """Return a weak reference to the workspace pools of `owner`, such as a wrapper; make them if necessary."""
     return ref(_pools.get(owner) or _pools.setdefault(owner, WorkspacePools()))
 
 
 class Workspace:
     """Memory for the vectors of an exchange between replicas: allocated on first use, overwritten afterwards."""
 
-    rows: Tensor | None = None  # one row for each replica, with its pair of vectors: (R, 2 * C), on the first device
-    flat: Tensor | None = None  # the pair of vectors to copy to the other devices: (2 * C,), on the first device
+    rows: Tensor | None = None  # a tensor (R, 2 * C) on the first device; each row holds the two vectors of one replica
+    # A tensor (2 * C,) on the first device: the two vectors that are copied to the other devices.
+    flat: Tensor | None = None
 
     def stack(self, pairs: Sequence[Pair]) -> Tensor:
         """Copy these pairs of vectors into `rows`, one pair into each row, and return `rows`.
@@ -112,16 +113,16 @@ class Workspace:
 class Lease:
     """The right to use a workspace (memory for vectors) until this object is deleted.
 
-    `devices` are the devices of the workspace, and `vector` is an example of the vectors in it. The workspace comes
-    from `pools`, and returns to `pools` when the lease ends. If `pools` is None, the workspace is new, and nobody uses
-    it again.
+    `devices` are the devices of the workspace, and `vector` is an example of the vectors in it. The workspace is taken
+    from `pools`, and returns to `pools` when the lease is deleted. If `pools` is None, the workspace is new, and is not
+    used again.
     """
 
     __slots__ = ("__weakref__", "pools", "workspace")
 
     def __init__(self, pools: ref[WorkspacePools] | None, devices: tuple[torch.device, ...], vector: Tensor) -> None:
         self.pools, pool = pools, None
-        # Use memory again only for several GPUs. On one device, some kernels of a call do not run on the default
+        # Reuse memory only on several GPUs. On a single device, some kernels of a call do not run on the default
         # stream.
         by_kind = None if pools is None or len(devices) == 1 or devices[0].type != "cuda" else pools()
         try:
@@ -131,14 +132,16 @@ class Lease:
                 kind = devices, vector.shape, vector.dtype, torch.is_inference_mode_enabled()
                 pool = by_kind.get(kind) or by_kind.setdefault(kind, WorkspacePool())
         except RuntimeError:
-            pass  # Batched gradients have no memory that could be copied into a workspace, so they raise an error here.
+            # `data_ptr` raises this error for batched gradients, which have no memory of their own. Use a new workspace
+            # for such gradients.
+            pass
         self.workspace = Workspace() if pool is None else pool.take(self)
 
 
 class LeasedPair(tuple[Tensor, ...]):
-    """A pair of tensors in a workspace, with the lease of the workspace.
+    """A pair of tensors in a workspace (reusable memory), with the lease of the workspace.
 
-    The workspace stays in use while the pair is alive, because the pair refers to the lease of the workspace.
+    The pair refers to the lease of the workspace. So no exchange can reuse the memory while the pair is alive.
     """
 
     lease: Lease

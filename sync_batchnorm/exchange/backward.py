@@ -32,13 +32,13 @@ records. A second backward pass differentiates these operators.
 NOTE [who unpacks]: The engine runs the node of all replicas in the thread of the first device. If this thread unpacked
 tensors of an activation checkpoint on another device, the nodes of that device could recompute the same checkpoint in
 their own thread at the same time, and torch would raise an error. So with saved-tensor hooks on several devices, each
-replica gets another node, `_Unpack`, on its own device. It unpacks the tensors first:
+replica gets another node, `_Unpack`, on its own device. This node unpacks the tensors of the replica first:
 
     loss --> outputs --> join --> one `_Unpack` for each replica --> node of all replicas --> inputs
     ----- order in which the engine runs the nodes in the backward pass ------------------------>
 
-The join is an autograd node on the outputs of all replicas. If the output of any replica is in the loss, the engine
-runs the join, and therefore also the `_Unpack` nodes of all replicas.
+The join is an autograd node through which the outputs of all replicas pass. If the output of any replica is in the
+loss, the engine runs the join, and after the join the `_Unpack` nodes of all replicas.
 """
 
 from collections.abc import Sequence
@@ -88,13 +88,15 @@ class Saved:
         # The saved input. With saved-tensor hooks, `pack` replaces the input by the output of an autograd node that
         # owns the saved tensors. A backward pass that does not retain the graph sets this attribute to None.
         self.kept: Any = input
-        # A backward pass drops the input, but never the weight, which is a small vector. If it dropped both, one thread
-        # could read the input, and another thread could drop the weight before the first thread reads it.
+        # A backward pass drops the saved input, but never the saved weight, which is a small vector. If two threads run
+        # backward passes, one thread may already have read the input, but not the weight. So the other thread must not
+        # drop the weight.
         self._weight = weight
         self._input_version, self._weight_version = input._version, 0 if weight is None else weight._version
         if has_hooks:
             self.stream = current_stream(input.device)
-            # Number of a backward pass -> the input and the weight, already unpacked for this backward pass.
+            # Maps the number of each backward pass to the input and the weight that `_Unpack` has unpacked for this
+            # pass.
             self.unpacked: dict[int, InputAndWeight] = {}
 
     def pack(self) -> None:
@@ -109,7 +111,7 @@ class Saved:
             self._weight = None  # From now on, the saved-tensor hooks decide whether the weight stays in memory.
 
     def read(self, grad_output: Tensor | None) -> BackwardInput | None:
-        """Return the data for the backward pass of one replica, or None if the running backward pass needs no data.
+        """Return the data of this replica for the running backward pass, or None if the pass needs none of it.
 
         `grad_output` is the gradient of this replica's output, or None if the output is not in the loss.
         """
@@ -129,8 +131,8 @@ class Saved:
         if self.has_hooks and self.needs_gradient:
             if self.stream == current_stream(self.device):
                 return kept.grad_fn.saved_tensors  # type: ignore[no-any-return]
-            # To unpack the tensors, the hooks of a checkpoint recompute its forward pass. Run the hooks on the stream
-            # of the forward pass, because other layers use the recomputed tensors on that stream.
+            # To unpack a tensor, the hooks of a checkpoint run the checkpointed function again. Run these hooks on the
+            # stream of the forward pass, because other layers use the recomputed tensors on that stream.
             return on_streams([self.stream], (), lambda: kept.grad_fn.saved_tensors)  # type: ignore[no-any-return]
         weight = self._weight
         if kept._version != self._input_version:
@@ -264,10 +266,10 @@ _unpack = fast_apply(_Unpack)
 def _gradients(
     batch: BatchStatistics, all_saved: Sequence[Saved], grad_outputs: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Return the gradients of all replicas in one flat list.
+    """Return the gradients for the inputs, weights and biases of all replicas, in one flat list.
 
-    The list begins with the gradients of the first replica's input, weight and bias. The three gradients of the second
-    replica follow, and so on.
+    The list begins with the three gradients for the first replica's input, weight and bias. The three gradients for the
+    second replica follow, and so on.
     """
     inputs: dict[Saved, BackwardInput] = {}
     for saved, grad_output in zip(all_saved, grad_outputs, strict=True):
@@ -284,14 +286,14 @@ def _gradients(
     for saved in all_saved:
         grad_input, grad_weight, grad_bias = computed.get(saved, (None, None, None))
         if grad_bias is None:
-            # The output of this replica is not in the loss. Return zeros for its weight and bias, because autograd
-            # would call gradient hooks of these parameters with None.
+            # The output of this replica is not in the loss. Return zeros as gradients for its weight and bias. If they
+            # were None, autograd would call the gradient hooks of these parameters with None.
             grad_weight = grad_bias = torch.zeros_like(batch.mean_invstd[saved.device][0])
         gradients += grad_input, grad_weight, grad_bias
     return gradients
 
 
-# NOTE [tried for checkpoints]: A lock for each activation checkpoint, instead of the `_Unpack` nodes, deadlocks. The
-# engine's thread of the first device takes the lock and recomputes a replica on the second device. If the checkpointed
-# function calls `torch.autograd.grad`, the engine needs its thread of the second device. But that thread waits for the
-# lock.
+# NOTE [tried for checkpoints]: A lock for each activation checkpoint, instead of the `_Unpack` nodes, can deadlock. The
+# engine has a thread for each device. Its first thread takes the lock, and recomputes a replica of the second device.
+# If the checkpointed function calls `torch.autograd.grad`, this recomputation needs the second thread of the engine.
+# But the second thread is waiting for the lock.

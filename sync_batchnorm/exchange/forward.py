@@ -46,10 +46,10 @@ def sync_batch_norm(input: Tensor, layer: LayerArguments, connection: Connection
     """Normalize the input of one replica with the batch statistics of all replicas, or of all processes.
 
     Args:
-        input: ``(N, C, +)``.
-        layer: the arguments of the layer.
-        connection: connects the layer to those of the other replicas; `ALONE` if there are none.
-        peers: the processes to exchange with; None for this process alone.
+        input: the input of this replica, ``(N, C, +)``.
+        layer: the arguments of the layer in this replica.
+        connection: the connection to the same layer in the other replicas; `ALONE` if there are no other replicas.
+        peers: the processes with which this process exchanges; None if there are no other processes.
     """
     # A subclass of `Tensor` may override this function by its `__torch_function__`, like any function of torch.
     if has_torch_function((input,)):
@@ -85,7 +85,8 @@ def _exchange_without_modes(
     would also keep the results of operators, including memory that is filled only later. So the exchange runs without
     these modes.
 
-    Autocast would concatenate the statistics of replicas in a dtype of its own, or refuse tensors of other dtypes.
+    The exchange also runs without autocast. Autocast would change the dtype when the statistics of replicas are
+    concatenated, or refuse tensors of other dtypes.
     """
     device, has_hooks = input.device, saved is not None and saved.has_hooks
     devices = () if connection.pipe is None else {device, connection.master_device or device}
@@ -130,7 +131,7 @@ def _exchange(
 def merge_replicas(
     messages: Sequence[tuple[Hashable, Message]], peers: Peers | None = None
 ) -> Sequence[tuple[Hashable, Answer]]:
-    """Merge the statistics of all replicas, and return an answer for each replica, with its output.
+    """Merge the statistics of all replicas, normalize all inputs, and return an answer for each replica.
 
     The `SyncMaster` of a layer calls this function as its callback. If the process runs a single replica, the layer
     calls the function directly, with the message of this replica, and with `peers` if there are other processes.
@@ -169,13 +170,13 @@ def merge_replicas(
 
     saved_of_first = sent[0][1]
     if first.connection.pipe is None and saved_of_first is not None and saved_of_first.has_hooks:
-        # This process runs a single replica, which did not give its tensors to the saved-tensor hooks yet. If there are
-        # several replicas, each replica gives its tensors to the hooks before it sends its message.
+        # If there are several replicas, each replica has given its tensors to the saved-tensor hooks before it sent its
+        # message. This process runs a single replica, which has sent no message, so call the hooks here.
         saved_of_first.pack()
     normalized = first.backend.normalize(calls, batch)
     merged = batch, (statistics, counts, total)
     # In the forward pass of an activation checkpoint, either saved-tensor hooks are set, or no graph is recorded. Only
-    # then does a replica get the merged statistics, because the merged statistics keep the messages of all replicas in
+    # in these two cases does a replica get the merged statistics, because they keep the messages of all replicas in
     # memory.
     may_repeat = [saved is None or saved.has_hooks for _, saved in sent]
     outputs = connect_to_graph(sent, normalized, batch)
@@ -201,7 +202,8 @@ def _different_kinds_error(calls: Sequence[ReplicaCall]) -> ValueError:
 #
 # - Each replica normalizes its own input, into memory that the node has returned before it was filled: 1 % slower, by
 #   one more operator for each replica. On the CPU, replicas could no longer share slope and offset.
-# - The last replica that arrives merges, not the master: 1 % faster on two GPUs, but errors of all in any replica.
+# - The last replica that arrives merges, not the master: 1 % faster on two GPUs, but an error of the merge would then
+#   be raised in any replica.
 # - A replica wakes up without the interpreter lock, by a file descriptor: 2 % faster on two GPUs and 4 % on four, if
 #   all threads share a core, because the kernel then switches threads twice in place of six times. It needs descriptors
 #   for each replica, outside the lock of the coordinator, and Linux.

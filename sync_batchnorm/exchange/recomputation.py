@@ -12,8 +12,8 @@ A layer may be called several times in one forward pass, as in a siamese net. Th
 remembered call whose input had the same statistics.
 
 A repeated call returns the same values as the call in the forward pass, and saves the same tensors. A backward pass
-through the output of a repeated call raises an error (`_refuse_gradient`). A reentrant checkpoint would run such a
-backward pass, and differentiate each replica alone, without the sums of the other replicas.
+through the output of a repeated call raises an error (`_refuse_gradient`), because it would differentiate each replica
+alone, without the sums of the other replicas. A reentrant checkpoint, for example, would run such a backward pass.
 
 On one device, torch's batch norm updates the running statistics a second time in a recomputation. The recomputation in
 replica 0 does the same: it merges the remembered statistics of all replicas again. The update comes before the tensors
@@ -52,9 +52,9 @@ def recompute(call: ReplicaCall, saved: Saved | None) -> Tensor:
 
 
 def _find_repeated(call: ReplicaCall) -> RememberedCall:
-    """Return the earlier call that `call` recomputes, from the remembered calls of the forward pass.
+    """Find the call of the forward pass that `call` repeats, and return the data remembered from it.
 
-    If several calls are remembered, the input of the right call had the same statistics as the input of `call`.
+    If the layer was called several times, choose the call whose input had the same statistics as the input of `call`.
     """
     remembered, where = call.connection.remembered, call.connection.pipe.where
     if len(remembered) == 1:
@@ -78,7 +78,7 @@ def _have_equal_values(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> b
 
 
 def _refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
-    """Return `constant` as a function of `input` in the autograd graph, with a backward pass that raises an error."""
+    """Return `constant`, made to depend on `input` in the autograd graph; its backward pass raises an error."""
     with torch.enable_grad():
         return _Refuse.apply((constant,), new_leaf(), input)  # type: ignore
 

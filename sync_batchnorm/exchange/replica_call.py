@@ -27,8 +27,8 @@ from ..backends.base import Backend, BatchStatistics, Counts, LayerArguments
 
 __all__: list[str] = []
 
-# The statistics of all replicas before the merge, the number of elements per channel of each replica, and the sum of
-# these numbers.
+# Three items: the statistics of each replica before the merge; for each replica, the number of elements per channel in
+# its input; and the sum of these numbers.
 GatheredStatistics = tuple[Sequence[Sequence[Tensor]], Counts, int | Tensor]
 # The merged statistics, and the separate statistics of each replica.
 Merged = tuple[BatchStatistics, GatheredStatistics]
@@ -46,10 +46,11 @@ class Connection:
 
     pipe: Any  # the `SyncMaster` or `SlavePipe` of the replica; None if the process runs a single replica
     number: int  # the number of the replica
-    master_device: torch.device | None = None  # the device on which statistics are merged; None if unknown
+    master_device: torch.device | None = None  # the device on which replica 0 merges the statistics; None if unknown
     weight: Tensor | None = None  # the weight that the layer of this replica got from the model
     bias: Tensor | None = None  # the bias that the layer of this replica got from the model
-    # Memory for the vectors of exchanges, shared by all forward passes of a wrapper. None if exchanges share no memory.
+    # A weak reference to reusable memory for the vectors that replicas exchange. All forward passes of a wrapper share
+    # this memory. None if memory is not reused.
     pools: ref[Any] | None = None
     # The calls of this layer that an activation checkpoint may repeat in the backward pass.
     remembered: list["RememberedCall"] = field(default_factory=list)

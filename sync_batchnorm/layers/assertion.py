@@ -1,7 +1,8 @@
 """Check that all batch norms of a model would synchronize, without running the model.
 
-The check looks at the class and mode of each batch norm, and at the wrappers around the layer. For each layer that
-would not synchronize, the error tells one reason and the remedy. Layers with the same reason are listed together.
+The check looks at the class of each batch norm, at its mode (training or eval), and at the wrappers around the layer.
+For each layer that would not synchronize, the error message contains one reason and its remedy. Layers with the same
+reason are listed together.
 """
 
 from collections import Counter
@@ -84,8 +85,8 @@ def _is_norm_to_check(module: nn.Module) -> bool:
 
     `assert_synchronized` checks batch norms of torch, and all modules that `convert_model` would warn about.
     """
-    # The user's own norm class may define the replication callback. A norm of such a class synchronizes without a
-    # conversion.
+    # A user's norm class may itself define the replication callback, `__data_parallel_replicate__`. A norm of such a
+    # class synchronizes without a conversion.
     is_connected = hasattr(module, "__data_parallel_replicate__")
     return isinstance(module, BatchNormBase) or (reason_not_converted(module, {}) is not None and not is_connected)
 
@@ -105,7 +106,7 @@ def _find_unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, repl
 
 
 def _reason_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, replicas: int) -> str | None:
-    """Return the reason why a layer would not synchronize, followed by a remedy. Otherwise, return None."""
+    """Return the reason why a layer would not synchronize, followed by a remedy; return None if it would."""
     enclosing = {wrapper: inside for wrapper, inside in wrappers.items() if layer in inside}
     is_outside = bool(wrappers) and not enclosing
     if isinstance(layer, _SynchronizedBatchNorm):
@@ -142,7 +143,8 @@ def _reason_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) 
 def _reason_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bool, replicas: int) -> str | None:
     """Return the reason why a synchronized layer would exchange with too few replicas, or None.
 
-    Too few are fewer than `replicas`, or not all replicas of the wrapper, as with a `group_size`.
+    A layer should exchange with all replicas of its wrapper, and with at least `replicas` of them. With a `group_size`,
+    it exchanges with fewer.
     """
     for wrapper in wrappers:
         if not isinstance(wrapper, _ReplicationMixin):

@@ -36,7 +36,7 @@ __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Modules = Sequence[tuple[str, nn.Module]]  # (name, module) for all modules of a model
-Classes = Mapping[type[nn.Module], type[nn.Module]]  # maps a class of the user to its synchronized class
+Classes = Mapping[type[nn.Module], type[nn.Module]]  # maps a user's class to the synchronized class that replaces it
 
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {synced: plain for plain, synced in SYNCHRONIZED.items()}
 _PLAIN[DataParallelWithCallback] = nn.DataParallel
@@ -129,7 +129,7 @@ def revert_model(module: ModuleT) -> ModuleT:
 
 
 def _rebind_methods(modules: Modules, former_classes: Mapping[nn.Module, type[nn.Module]]) -> None:
-    """Update the methods of converted layers that other modules hold, as after ``self.norm = self.bn.forward``.
+    """Update methods of converted layers that were stored as attributes, as by ``self.norm = self.bn.forward``.
 
     A bound method that was stored before the conversion still runs the code of the layer's former class. So it is
     replaced by the same method of the layer's new class.
@@ -161,7 +161,7 @@ def _rebind(value: Any, former_classes: Mapping[nn.Module, type[nn.Module]]) -> 
 def _warn_about(reasons: Iterable[tuple[str, str | None]], text: str) -> None:
     """Issue one warning with all reasons, and with the names of the modules for each reason.
 
-    Modules whose reason is None are left out.
+    `reasons` contains the name of each module and its reason. Skip modules whose reason is None.
 
     If a plain list holds several layers, `reasons` contains the name of the list once for each layer. The warning then
     says how many layers the list holds.
@@ -179,7 +179,7 @@ def _warn_about(reasons: Iterable[tuple[str, str | None]], text: str) -> None:
 
 
 def _warn_about_kept_options(layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
-    """Warn about layers that were synchronized already, and keep options that differ from the new `options`."""
+    """Warn about layers that were already synchronized, and therefore do not get the new `options`."""
     for option, value in options.items():
         if names := [name or "the module itself" for name, layer in layers.items() if getattr(layer, option) != value]:
             warn(
@@ -212,7 +212,7 @@ def _check_classes(classes: Classes) -> None:
 def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str | None:
     """Convert a module in place if it is an unsynchronized batch norm or a `DataParallel`; skip other modules.
 
-    Return the reason if the module is a batch norm that cannot be converted, otherwise None.
+    If the module is a batch norm that cannot be converted, return the reason. In all other cases, return None.
     """
     cls: Any = type(layer)
     if isinstance(layer, nn.DataParallel):
@@ -239,9 +239,9 @@ class _SynchronizedAct(SynchronizedBatchNorm2d):
 
 
 def _revert(module: nn.Module) -> str | None:
-    """Restore the former class of a converted layer or wrapper; skip other modules.
+    """Give a converted layer or wrapper the class that it had before the conversion; skip other modules.
 
-    Return the reason if the class cannot be restored, otherwise None.
+    Return None on success, and also for skipped modules. Otherwise, return the reason why the class cannot be restored.
     """
     if not isinstance(module, (_SynchronizedBatchNorm, _ReplicationMixin)):
         return None
@@ -314,8 +314,8 @@ def reason_not_converted(layer: nn.Module, classes: Classes) -> str | None:
 def _needs_conversion(layer: nn.Module, classes: Classes) -> bool:
     """Return whether a module is a batch norm that is not synchronized yet, or an instance of a class in `classes`.
 
-    A module whose class is not derived from torch's batch norm counts as a batch norm if it has the usual attributes,
-    such as `running_mean`. A frozen norm does not count: its weight is a buffer, not a parameter.
+    A module whose class is not derived from torch's batch norm still counts as a batch norm if it has the attributes of
+    a batch norm, such as `running_mean`. A frozen norm, which has its weight as a buffer, does not count.
     """
     names = layer._buffers.keys() | vars(layer).keys()
     has_attributes = {"num_features", "running_mean", "running_var"} <= names and "weight" not in layer._buffers
@@ -327,11 +327,13 @@ def _needs_conversion(layer: nn.Module, classes: Classes) -> bool:
 def _reason_of_layer(layer: nn.Module, has_class: bool) -> str | None:
     """Return the reason why a batch norm layer cannot be converted, or None.
 
-    `has_class` is true if a synchronized class exists for the layer's class, even though it overrides `forward`.
+    `has_class` is true if a synchronized class exists for the layer's class. In this case, the layer's class may
+    override `forward`.
     """
     cls = type(layer)
     if isinstance(layer, LazyModuleMixin):
-        # A lazy layer changes its own class in its first forward pass, even if a state dict was loaded into it before.
+        # In its first forward pass, a lazy layer replaces its own class, even if a state dict has been loaded before.
+        # So a converted class would be lost.
         return "is lazy and has seen no input; run one batch through the model in eval mode, then convert it"
     if is_parametrized(layer):
         return "is parametrized; convert the model before its layers are parametrized"
@@ -350,7 +352,7 @@ def _reason_of_layer(layer: nn.Module, has_class: bool) -> str | None:
 
 
 def _reason_of_class(cls: type[nn.Module], method: str) -> str:
-    """Return a reason with its remedy: a batch norm class cannot be converted because it overrides `method`."""
+    """Return the reason why a batch norm class that overrides `method` cannot be converted, and a remedy."""
     if issubclass(cls, nn.SyncBatchNorm):
         return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
     name, kind = cls.__name__, (_synchronized_base(cls) or SynchronizedBatchNorm).__name__
@@ -374,7 +376,7 @@ def _is_timm_act(cls: type[nn.Module]) -> bool:
 
 
 def _synchronized_base(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:
-    """Return the synchronized class for a class derived from torch's batch norms, such as `nn.BatchNorm2d`, or None."""
+    """Return the synchronized class for torch's batch norms and their subclasses; return None for other classes."""
     return next((SYNCHRONIZED[base] for base in cls.__mro__ if base in SYNCHRONIZED), None)
 
 
@@ -394,7 +396,7 @@ def unregistered_norms(modules: Modules) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _modules_in(container: Any) -> Iterator[nn.Module]:
-    """Yield all modules in a list, tuple or dict, also those in nested lists, tuples and dicts."""
+    """Yield all modules in a list, tuple or dict, including modules in nested lists, tuples and dicts."""
     containers, known = [container], {id(container)}
     for held in containers:  # The loop appends to the list over which it runs, and so visits nested containers, too.
         for item in held.values() if isinstance(held, dict) else held:

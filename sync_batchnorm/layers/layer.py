@@ -2,7 +2,7 @@
 
 Before each forward pass, `DataParallelWithCallback` calls a method of each layer, the replication callback. The
 callback connects the copies of the layer in all replicas. A layer without such a connection exchanges with the other
-processes of `torch.distributed`. If there are none, the layer behaves like its base class in torch.
+processes of `torch.distributed`. If there are no other processes, the layer behaves like its base class in torch.
 """
 
 import weakref
@@ -80,8 +80,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
     A layer in the user's model is never connected to other layers. Only its copies in replicas are connected, by the
     replication callback.
 
-    The default values of the options are class attributes, because the constructor of this class never runs for a
-    converted layer. The `__dict__` of a layer contains only those options that the user passed.
+    The options, such as `eps_mode`, have their default values in class attributes, because the constructor of this
+    class never runs for a converted layer. The `__dict__` of a layer contains only options that the user passed.
     """
 
     eps_mode: str | None = None
@@ -127,8 +127,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
         """
         is_master = copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0
         if is_master:
-            # Write to `vars(ctx)`, because it is faster than an assignment to `ctx.sync_master`. An assignment would
-            # also reset the `SyncMaster`, but a new `SyncMaster` needs no reset.
+            # Store the `SyncMaster` in `vars(ctx)`, the `__dict__` of the context object. An assignment to
+            # `ctx.sync_master` would take longer, because it also resets the `SyncMaster`. A new `SyncMaster` needs no
+            # reset.
             vars(ctx)["sync_master"] = SyncMaster(merge_replicas)
             vars(ctx)["master_device"] = getattr(self.running_mean, "device", None)
         pipe = ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id)
@@ -167,8 +168,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         connection, running = self._sync_connection or ALONE, None
         weight, bias = self._attributes(self.__dict__["_parameters"], "weight", "bias")
-        # Only replica 0 updates the running statistics, because only its layers have the buffers of the model. All
-        # other replicas have copies of the buffers. No other code decides which replica updates the running statistics.
+        # Only replica 0 updates the running statistics, because only its layers hold the buffers of the model. The
+        # layers of all other replicas hold copies of the buffers. The following line is the only one that chooses the
+        # replica.
         if self.training and self.track_running_stats and connection.number == 0:
             names = "running_mean", "running_var", "num_batches_tracked"
             mean, var, number = self._attributes(self.__dict__["_buffers"], *names)
@@ -189,7 +191,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if self.__dict__.keys().isdisjoint(names):
             try:
                 return list(map(registered.__getitem__, names))
-            except KeyError:  # A parametrized attribute is not in `registered`, because it is computed at each access.
+            except KeyError:  # A parametrized weight is computed at each access, so it is missing in `registered`.
                 pass
         return [getattr(self, name) for name in names]
 
@@ -216,8 +218,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
         return None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # State dicts of older libraries contain three further buffers for each layer. Remove these buffers, because
-        # torch would report unexpected keys.
+        # State dicts saved by older libraries contain three more buffers for each layer. Remove these three keys,
+        # because torch would report them as unexpected.
         for name in ("tmp_running_mean", "tmp_running_var", "running_iter"):
             state_dict.pop(f"{prefix}_{name}", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -233,8 +235,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
         chosen = [f"{name}={value}" for name, value in options.items() if value is not None]
         try:
             shown = super().extra_repr()  # type: ignore[no-untyped-call]
-        # Torch's `extra_repr` looks up values such as `eps` in the layer's `__dict__`. A value is missing there if the
-        # class of the layer defines it.
+        # Torch's `extra_repr` looks up values such as `eps` in the layer's `__dict__`, and raises a `KeyError` if the
+        # value is a class attribute instead.
         except KeyError:
             shown = str(self.num_features)
         return ", ".join([shown, *chosen])
@@ -253,8 +255,8 @@ def _let_torch_check(
             valid = valid and fits and tensor.device == device and tensor.shape == (channels,)
     if not valid:
         mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
-        # Pass the input twice, because `F.batch_norm` refuses an input with a single value per channel. Such an input
-        # is valid here, as other replicas may have more values.
+        # Pass the input concatenated with itself, because `F.batch_norm` refuses an input with a single value per
+        # channel. Here, such an input is valid, because other replicas may have more values.
         rows = torch.cat((input, input))
         with torch.no_grad():
             F.batch_norm(rows, mean, var, weight, bias, True, 0.0, eps)

@@ -75,12 +75,12 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
 def _exchange_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
     """Merge the mean and variance of `input` with those of other processes.
 
-    Without a process group, merge the mean and variance with those of the other replicas.
+    If `group` is None, merge the mean and variance with those of the other replicas instead.
     """
     values, dims = input.to(statistics_dtype(input.dtype)), reduced_dims(input)
     count = input.shape[0] * math.prod(input.shape[2:])
     var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
-    # Merge with the values of the other processes, so that autograd can differentiate the result.
+    # Merge the values of all processes by operators that autograd can differentiate.
     if group is not None:
         peers = processes.Peers(group, "sync_moments")
         sums = peers.all_reduce(torch.cat((mean * count, mean.new_full((1,), count))))
@@ -104,7 +104,7 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
 
 
 def _merge_and_answer(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
-    """Merge the moments of all messages on the device of the first message; then move them to every device."""
+    """Merge the moments of all messages on the first device, and move the result to the device of each message."""
     mean_vars = [mean_var for _, (mean_var, _, _) in messages]
     counts = [elements for _, (_, elements, _) in messages]
     count = sum(counts)

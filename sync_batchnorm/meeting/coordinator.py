@@ -37,9 +37,9 @@ forward pass at most once. It does so immediately, in the thread in which one of
 A method that puts an item into the mailbox of a replica also removes the replica from the list of waiting replicas. So
 a mailbox never holds more than one item.
 
-The answer for a replica may come just before the forward pass breaks. The replica then still returns this answer, and
-gets the error in its next exchange. A coordinator is never used again after a break: the next forward pass makes a new
-coordinator.
+The answer for a replica may come just before the forward pass breaks. In this case, `send` still returns the answer to
+the replica, and the next exchange of the replica raises the error. A coordinator is never used again after a break: the
+next forward pass makes a new coordinator.
 """
 
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -60,7 +60,7 @@ DEFAULT_TIMEOUT = 300.0
 # The number of seconds for which the caller's thread waits for running replicas after Ctrl-C or a timeout. Without this
 # wait, the program could exit while a replica is inside a torch operation, and the process would abort.
 PATIENCE = 1.0
-# If a wait ends later than its deadline, by more than this number of seconds, the whole process was suspended.
+# If a wait ends more than this number of seconds after its deadline, the whole process must have been suspended.
 LATE = 1.0
 
 Span = Callable[[str], AbstractContextManager[Any]]
@@ -71,7 +71,7 @@ class Coordinator:
     """Coordinate the replicas of one forward pass: their start and end, their turns, and their exchanges.
 
     Args:
-        devices: the device of each replica, for messages. Unlisted replicas may exchange too.
+        devices: the device of each replica, for messages. Replicas without an entry may exchange, too.
         timeout: seconds after which a wait ends with a `ReplicaTimeoutError`.
         span: takes the name of a run, wait or merge; returns the context manager that shows it in a profile.
     """
@@ -162,8 +162,8 @@ class Coordinator:
 
         `failure` is the exception of the replica, or None if the replica returned. Only the first failure is stored.
 
-        If the forward pass was stopped, the replica got a `ReplicaSyncError`, which its `forward` must not catch. If
-        the replica returned nevertheless, its `forward` caught the error, so this method raises an error.
+        If the replica was stopped by a `ReplicaSyncError`, but returned nevertheless, its `forward` must have caught
+        this error. This is not allowed, so this method raises an error.
         """
         with self._lock:
             record = self._records[number]
@@ -259,7 +259,7 @@ class Coordinator:
                 self._raise_broken(record)
             is_busy = record.waits_in is not None or identifier in rendezvous.messages
             is_ready = self._turns is not None and record in self._turns.ready
-            # If the mailbox holds an answer, another thread of this replica has not taken the answer yet.
+            # If the replica's mailbox holds an answer, another thread of the replica has not taken it yet.
             if is_busy or is_ready or not record.mailbox.empty():
                 # Release all replicas with an error, because an error in this thread alone may never reach the caller.
                 self._break(
@@ -268,7 +268,7 @@ class Coordinator:
                     "layers in the thread that runs forward"
                 )
                 self._raise_broken(record)
-            # Use no variable for all messages: it would keep their tensors alive until this replica wakes up.
+            # A variable for the list of all messages would keep their tensors in memory while this replica waits.
             rendezvous.messages[identifier] = message
             self._waiting.append(record)
             record.waits_in, number_of_messages = rendezvous, len(rendezvous.messages)
@@ -278,7 +278,7 @@ class Coordinator:
                     list(zip(rendezvous.members, map(rendezvous.messages.get, rendezvous.members), strict=True)),
                 )
             elif self._one_has_ended or len(self._waiting) != number_of_messages:
-                # A replica has ended, or waits in another layer, so the wait of this replica may never end.
+                # Another replica has ended, or waits in another layer. So the wait of this replica may never end.
                 self._break_on_deadlock(record, rendezvous)
             if self._turns is not None:
                 self._turns.pass_on(record)
@@ -319,7 +319,7 @@ class Coordinator:
     def _restart_or_break(self, record: Record, since: float) -> float:
         """Break the forward pass if the timeout is over for a wait that began at the time `since`.
 
-        Return the new start of the wait: the timeout of the replica counts from this time.
+        Return the time at which the timeout of this wait now starts.
         """
         with self._lock:
             now = monotonic()
@@ -327,17 +327,16 @@ class Coordinator:
                 return now
             if self._turns is not None and self._turns.since > since:  # Another turn began during this wait.
                 return self._turns.since
-            if record.mailbox.empty():  # If the mailbox just got an item, the next `get` returns it.
+            if record.mailbox.empty():  # If an item has just arrived, the next `get` returns it.
                 self._break_by_timeout(record)
             return now
 
     # The callers of all methods below hold the lock of the coordinator.
 
     def _deliver(self, record: Record, value: Any) -> None:
-        """Deliver `value` to a replica that waits for it: at once, or at its next turn if replicas take turns."""
+        """Deliver `value` to a replica that waits in a layer: at once, or at its next turn if replicas take turns."""
         if self._turns is None:
-            # Put the item into the mailbox before anything else, so that the replica continues even if Ctrl-C comes
-            # next.
+            # First of all, put the value into the replica's mailbox: even if Ctrl-C comes next, the replica continues.
             record.mailbox.put((True, value))
         else:
             self._turns.resume(record, value)
@@ -345,15 +344,15 @@ class Coordinator:
         self._waiting.remove(record)
 
     def _raise_broken(self, record: Record) -> NoReturn:
-        """Raise the error that broke the forward pass, in the thread of this replica."""
+        """In the thread of this replica, raise the error that broke the forward pass."""
         record.was_released = True
         raise copy(self._broken)  # type: ignore[misc]
 
     def _break(self, text: str, kind: type[ReplicaSyncError] = ReplicaSyncError, notes: Sequence[str] = ()) -> None:
-        """Break the forward pass: store an error, and raise it in all waiting replicas. No replica waits for a turn.
+        """Break the forward pass: store an error, raise it in all waiting replicas, and end all turns.
 
-        If the forward pass is broken already, the first error stays. The method then only releases the replicas that
-        still wait, because Ctrl-C may have interrupted the first call.
+        If the forward pass is broken already, the first error stays. The method then only releases replicas that still
+        wait, because Ctrl-C may have interrupted the first call of this method.
         """
         if self._broken is None:
             error = kind(text)
@@ -380,8 +379,8 @@ class Coordinator:
     def _break_on_deadlock(self, record: Record, rendezvous: Rendezvous) -> None:
         """Break the forward pass if the wait of this replica can never end.
 
-        A wait can never end if a replica waits for an ended replica, or if replicas wait for each other in a cycle. A
-        depth-first search in the wait-for graph finds such a cycle. The search starts from the replicas for which this
+        A wait can never end if a replica waits for an ended replica, or if replicas wait for each other in a cycle. To
+        find a cycle through this replica, search the wait-for graph depth-first, from the replicas for which this
         replica waits.
         """
         to_visit = self._awaited(rendezvous)

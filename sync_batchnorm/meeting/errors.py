@@ -26,8 +26,7 @@ def strip_frames(error: BaseException, who: str, fact: str = "") -> BaseExceptio
     If an earlier forward pass raised the same exception object, the new note replaces the note of that forward pass.
     """
     notes = vars(error).get("__notes__", [])
-    # The user set `__notes__` to a value other than a list. No note can be added to such a value, so keep the
-    # traceback.
+    # If the user set `__notes__` to a value other than a list, no note can be added. In this case, keep the traceback.
     if not isinstance(notes, list):
         return error
     try:

@@ -8,8 +8,8 @@ slave:
                                  +--> callback(all messages) ----+
     SyncMaster.run(message) -----+                               +----> SyncMaster.run(...)
 
-A replication callback, such as `__data_parallel_replicate__`, makes both ends before the replicas run. Replicas wait
-for messages and answers in the coordinator of the forward pass; see `coordinator.py`.
+A replication callback, such as `__data_parallel_replicate__`, makes the endpoints of all replicas before the replicas
+run. Replicas wait for messages and answers in the coordinator of the forward pass; see `coordinator.py`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -29,7 +29,7 @@ MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
 
 @dataclass
 class RunningCallback:
-    """The replication callback that runs in this thread now: its forward pass, its replica and its submodule."""
+    """The replication callback that runs in this thread now, with its forward pass, replica and submodule."""
 
     coordinator: Coordinator
     number: int = 0  # the number of the replica
@@ -103,7 +103,7 @@ class SyncMaster(_Member):
                 f"expected master_callback as a function, but got {master_callback!r}; pass one to answer messages"
             )
         self._master_callback = master_callback
-        # A master that is made outside replication callbacks belongs to a module, and serves many forward passes.
+        # A `SyncMaster` that is made outside replication callbacks belongs to a module, and serves many forward passes.
         self._is_kept = running_callback.get() is None
         self.reset()
 
@@ -180,7 +180,7 @@ class SyncMaster(_Member):
                     f"{list(rendezvous.members)}, but got results for {list(answers)} ({rendezvous}); return a list of "
                     "(identifier, result)"
                 )
-            del messages  # Otherwise they would still be in memory when the slaves run on and send the next messages.
+            del messages  # Do not keep the messages in memory while the slaves run on.
             if has_slaves:
                 coordinator.answer(rendezvous, answers)
         except BaseException as error:

@@ -1,6 +1,6 @@
 """The state of one forward pass: the state of each replica, the meeting of replicas in each layer, and their turns.
 
-The classes in this file do not wait, and do not lock. The lock of the `Coordinator` guards all of their state.
+The classes in this file neither wait nor lock. The lock of the `Coordinator` guards their state.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -18,7 +18,7 @@ MASTER = 0  # the identifier of every master
 STILL_RUNNING = "is still running"
 
 # An item in the mailbox of a replica. ``(True, value)`` lets the replica continue with this value. ``(False, None)``
-# tells the replica that its forward pass broke.
+# tells the replica to raise the error that stopped the forward pass.
 Item = tuple[bool, Any]
 
 
@@ -27,8 +27,9 @@ class Rendezvous:
 
     def __init__(self, name: str, master: int) -> None:
         self.name = name
-        self.members: dict[Hashable, int] = {MASTER: master}  # identifier of a replica in this meeting -> its number
-        self.messages: dict[Hashable, Any] = {}  # identifier of a replica in this meeting -> its message
+        # Maps the identifier of each member to the number of the replica.
+        self.members: dict[Hashable, int] = {MASTER: master}
+        self.messages: dict[Hashable, Any] = {}  # maps the identifier of each member to the message that it sent
         self.call = 1  # the number of the current exchange in this layer
 
     def __str__(self) -> str:
@@ -44,7 +45,7 @@ class Rendezvous:
         self.members[identifier] = number
 
     def awaited(self) -> list[int]:
-        """Return the numbers of the replicas for which the other replicas wait in the current exchange.
+        """Return the numbers of the replicas that keep other replicas waiting in the current exchange.
 
         As long as messages are missing, the other replicas wait for the replicas that did not send a message yet.
         Afterwards, the slaves wait for the master, whose callback computes their answers.
@@ -59,12 +60,14 @@ class Record:
 
     number: int  # the number of the replica
     device: str | None  # the device of the replica; None if the coordinator does not list the replica
-    mailbox: SimpleQueue[Item]  # the queue from which the replica takes an item after each wait
+    # The queue on which the waiting replica blocks until another thread puts an item into it.
+    mailbox: SimpleQueue[Item]
     thread: int = 0  # the identifier of the thread that runs the replica; 0 before the replica begins and after it ends
     waits_in: Rendezvous | None = None  # the layer in which the replica waits; None if it does not wait
     ended: str = ""  # how the replica ended, as a verb phrase for messages; empty until the replica ends
     was_released: bool = False  # whether the replica got the error that broke the forward pass
-    failure: BaseException | None = None  # the replica's first exception; None after the caller's thread took it
+    # The first exception of the replica; None if there is none, or if the caller's thread has taken it.
+    failure: BaseException | None = None
 
     def __str__(self) -> str:
         return f"replica {self.number} on device {self.device}" if self.device else f"replica {self.number}"
@@ -101,15 +104,17 @@ class Turns:
               ^                resume: the message or answer has arrived             |
               +----------------------------------------------------------------------+
 
-    A ready replica waits on its mailbox until its turn begins, even if the answer for it has already arrived.
+    A ready replica blocks on its mailbox (a queue) until its turn begins, even if the answer for the replica has
+    already arrived.
 
-    If one replica cannot continue, the coordinator breaks the forward pass, and drops this object. All waiting replicas
-    then get an error, and run at the same time until they end.
+    If one replica cannot continue, the coordinator raises an error in all waiting replicas, and drops this `Turns`
+    object. From then on, the replicas run at the same time until they end.
     """
 
     def __init__(self, records: Iterable[Record], begin: Callable[[int], None]) -> None:
         self.begin = begin  # a function that each replica calls with its number at the beginning of its turn
-        self.ready: dict[Record, Any] = dict.fromkeys(records)  # ready replica -> the value that it gets at its turn
+        # Maps each ready replica to the value that it gets at its turn.
+        self.ready: dict[Record, Any] = dict.fromkeys(records)
         self.running: Record | None = None
         self.since = 0.0  # the time at which the turn of the running replica began
         self.pass_on(None)
@@ -130,8 +135,8 @@ class Turns:
             self.since = monotonic()
             record = self.running = min(self.ready, key=by_number, default=None)
             if record is not None:
-                # Put the item into the mailbox before anything else, so that the replica continues even if Ctrl-C comes
-                # next.
+                # First of all, put the value into the replica's mailbox. If Ctrl-C interrupts the next lines, the
+                # replica continues nevertheless.
                 record.mailbox.put((True, self.ready[record]))
                 del self.ready[record]
 
