@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from conftest import first_in_smoke
+from conftest import first_in_smoke, slow
 from repository import PACKAGE, PAGES, ROOT, blocks_of
 
 import sync_batchnorm
@@ -27,7 +27,7 @@ import sync_batchnorm
 
 @pytest.fixture
 def _clean_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Run code of a page in an empty folder, without a display or network; put back what it sets for the process."""
+    """Run code of a page in an empty folder, without a display or network."""
 
     def refuse(*args: Any) -> NoReturn:
         raise OSError(f"expected code that needs no network, but got a connection to {args[1:]}")
@@ -47,10 +47,12 @@ def _clean_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 
 ELSEWHERE = {"frameworks.md"}  # run by test_frameworks.py, with the frameworks
 KEPT: list[types.ModuleType] = []  # a group of gloo that ends while its thread waits for the GIL hangs (torch 2.13)
+SLOW = [ROOT / "docs" / name for name in ("usage.md", "diagnosing.md")]
+QUICK_FIRST = [*first_in_smoke(page for page in PAGES if page not in SLOW), *slow(*SLOW)]
 OPTIONAL = {"matplotlib", "sklearn", "timm", "torchvision", "tqdm"}  # what a page may use without saying so
 
 
-@pytest.mark.parametrize("page", first_in_smoke(PAGES), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", QUICK_FIRST, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("_clean_room")
 @pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")  # what a page says for GPUs
 def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch):
