@@ -27,10 +27,7 @@ def named_layers(device: str = "cpu") -> list[nn.Module]:
 
 
 def assert_all_are_told(layers: Sequence[nn.Module], names: Sequence[str]) -> list[str]:
-    """Call a layer in each rank, the last one also in those after it; return the numbers that all tell.
-
-    A rank names its own layer, and says only the numbers of the others.
-    """
+    """Call a layer in each rank, the last one also in those after it; return the numbers that all tell."""
     own = dist.get_rank()
     called, name = layers[min(own, len(layers) - 1)], names[min(own, len(names) - 1)]
     before = copy.deepcopy(called.state_dict())

@@ -110,7 +110,7 @@ def test_several_calls_in_one_loss_equal_one_process(size):
         outputs = plain(batch), model(cut(batch, rows))
         expected.append((outputs[0] * grad).sum())
         actual.append((outputs[1] * cut(grad, rows)).sum())
-    # And one that takes the output of the last one.
+    # and one that takes the output of the last one
     expected.append((plain(outputs[0].tanh()) * grad).sum())
     actual.append((model(outputs[1].tanh()) * cut(grad, rows)).sum())
     for losses in (expected, actual):
@@ -263,17 +263,16 @@ def test_sub_groups_synchronize_among_themselves(rank, size):
 
 @each_process(2, 3)
 def test_an_argument_that_is_no_group_is_refused(size):
-    text = r"process_group must be a group of torch.distributed, got .*; pass the result of torch.distributed.new_group"
-    for wrong in (3, "gloo", [0, 1], init_device_mesh("cpu", (size,))):
-        layer = SynchronizedBatchNorm2d(3)
-        layer.process_group = wrong
+    layer, batch = SynchronizedBatchNorm2d(3), torch.randn(2, 3, 4, 4)
+    for layer.process_group in (3, "gloo", [0, 1], init_device_mesh("cpu", (size,))):
+        options = {"process_group": layer.process_group}
         for refuse in (
-            lambda wrong=wrong: SynchronizedBatchNorm2d(3, process_group=wrong),
-            lambda wrong=wrong: convert_model(nn.BatchNorm2d(3), process_group=wrong),
-            lambda wrong=wrong: sync_moments(torch.randn(2, 3), None, process_group=wrong),
-            lambda layer=layer: layer(torch.randn(2, 3, 4, 4)),
+            partial(SynchronizedBatchNorm2d, 3, **options),
+            partial(convert_model, nn.BatchNorm2d(3), **options),
+            partial(sync_moments, batch, None, **options),
+            partial(layer, batch),
         ):
-            with pytest.raises(TypeError, match=text):
+            with pytest.raises(TypeError, match=r"process_group must be a group of torch.distributed, got .*; pass"):
                 refuse()
 
 
