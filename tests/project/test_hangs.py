@@ -35,7 +35,7 @@ def test_hang_fails_with_all_stacks_and_its_process_ends(hang, options, tmp_path
     (tmp_path / "test_of_its_own.py").write_text(HANGS.format(hang))
 
     def body() -> None:
-        faulthandler.unregister(signal.SIGALRM)
+        faulthandler.unregister(signal.SIGALRM)  # that of this process
         for descriptor in (1, 2):
             os.dup2(sys.stdout.fileno(), descriptor)
         command = f"-c {ROOT / 'pyproject.toml'} -p conftest -o timeout=1 {options} {tmp_path}"
