@@ -19,7 +19,11 @@ skip_module_without("matplotlib", "sklearn", "tqdm")
 EXAMPLES = ROOT / "docs" / "examples"
 COLUMN = {"train_digits": 2, "segment_digits": -1, "train_gan": -1}  # the difference from the run on one device
 needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
-NAMES = ["train_digits", *slow("train_gan"), pytest.param("segment_digits", marks=[pytest.mark.slow, needs_torchvision])]
+NAMES = [
+    "train_digits",
+    *slow("train_gan"),
+    pytest.param("segment_digits", marks=[pytest.mark.slow, needs_torchvision]),
+]
 
 pytestmark = pytest.mark.timeout(900)
 
