@@ -54,14 +54,14 @@ GATHERS = [name for name in ("all_gather_single", "all_gather_into_tensor") if h
 
 class World:
     def __init__(self, kind: Any) -> None:
-        """Prepare a world of `kind` processes, or of two with a simulated GPU each if it is "gpus"."""
+        """Prepare a world of `kind` processes; if it is "gpus", of two with a simulated GPU each."""
         self.size, self.on_gpus = (2, True) if kind == "gpus" else (kind, False)
         self.processes: list[tuple[int, Connection]] = []
         self.store = tempfile.mktemp(prefix="world")
         atexit.register(self.stop)
 
     def run(self, test: Callable[..., None], **arguments: Any) -> None:
-        """Run a function of a module in each process; fail with the traceback, or the end, of each rank that fails."""
+        """Run a function in each process; fail with the traceback, or the end, of each rank that fails."""
         try:
             if not self.processes:
                 self.start()
@@ -210,12 +210,11 @@ def rows_of_ranks(rows: Sequence[int] = ()) -> list[int]:
 
 
 def images(rows: Sequence[int] = ()) -> Tensor:
-    """Return the random images of all processes, which have `rows` of them, or `ROWS`; equal in all processes."""
+    """Return the random images of all processes, which have `rows` of them, or `ROWS`."""
     return torch.randn(sum(rows_of_ranks(rows)), 3, 6, 5, dtype=torch.float64, device=DEVICE)
 
 
 def cut(batch: Tensor, rows: Sequence[int] = ()) -> Tensor:
-    """Return the rows of this process."""
     return batch.split(rows_of_ranks(rows))[dist.get_rank()]
 
 
@@ -226,7 +225,6 @@ def as_inputs(batch: Tensor, rows: Sequence[int] = ()) -> list[Tensor]:
 
 
 def summed(tensor: Tensor) -> Tensor:
-    """Return the sum over all processes."""
     result = tensor.detach().clone()
     dist.all_reduce(result, group=dist.group.WORLD)
     return result
@@ -284,18 +282,15 @@ def conv_net() -> nn.Sequential:
 
 
 def add_shortcut(net: Net, input: Tensor) -> Tensor:
-    rest = net.shortcut(input)
-    return torch.tanh(net.path(input) + rest)
+    return torch.tanh(net.shortcut(input) + net.path(input))  # the shortcut first
 
 
 def residual() -> nn.Sequential:
-    """Return blocks that compute their shortcut first."""
     paths = [nn.Sequential(norm_conv(), nn.Tanh(), norm_conv()) for _ in range(2)]
     return nn.Sequential(*[Net(add_shortcut, shortcut=norm_conv(), path=path) for path in paths])
 
 
 def partly_frozen() -> nn.Sequential:
-    """Return a net with layers in eval mode between those that synchronize."""
     net = residual()
     for block in net:
         block.path[0].eval()
@@ -309,7 +304,7 @@ def ignore_head(net: Net, input: Tensor) -> Tensor:
 
 
 def with_ignored_head() -> Net:
-    """Return a net that ignores the outputs of layers which it calls between others, as those of an auxiliary head."""
+    """Return a net that ignores the outputs of an auxiliary head, whose layers it calls between others."""
     return Net(ignore_head, body=residual(), head=nn.Sequential(norm_conv(), nn.Tanh(), norm_conv()))
 
 
