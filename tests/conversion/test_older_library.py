@@ -99,7 +99,7 @@ INSIDE = "models.networks.sync_batchnorm"
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """Import a copy as where this package is not."""
+    """A copy, imported as where this package is not."""
     root = tmp_path_factory.mktemp("project")
     copy_without_caches(PACKAGE, root / "models" / "networks" / "sync_batchnorm")
     with pytest.MonkeyPatch.context() as patch:
@@ -136,10 +136,8 @@ def test_pickles_of_a_copy_name_its_place_and_its_state_is_that_of_torch(copied)
 class OlderLayer(nn.BatchNorm1d):
     """Puts a master into the context as a layer of the older library does."""
 
-    Master = type("SyncMaster", (), {"__module__": "their.norms.comm"})
-
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-        ctx.sync_master = self.Master()
+        ctx.sync_master = type("SyncMaster", (), {"__module__": "their.norms.comm"})()
 
 
 @pytest.mark.usefixtures("copied")
@@ -160,8 +158,7 @@ def test_layers_of_another_package_are_refused_at_once_where_replicas_take_turns
     text = f"expected layers and wrapper of one package, but got {named} of {package} in a wrapper of {other}, whose "
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}replicas on one device run one at a time"):
         parallel(batch)
-    assert called == []  # A layer that has begun could wait.
-    assert layer.num_batches_tracked == 0
+    assert (called, layer.num_batches_tracked) == ([], 0)  # A layer that has begun could wait.
     assert_equal(parallel.eval()(batch), model.eval()(batch))  # Then nothing is exchanged.
 
 

@@ -24,14 +24,13 @@ import sync_batchnorm
 
 @pytest.fixture
 def _clean_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Run code of a page in an empty folder, without a display or network."""
+    """Run code of a page in an empty folder, without a network."""
 
     def refuse(*args: Any) -> NoReturn:
         raise OSError(f"expected code that needs no network, but got a connection to {args[1:]}")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setenv("MPLBACKEND", "Agg")
     yield
     sync_batchnorm.set_sbn_eps_mode("plus")
 
