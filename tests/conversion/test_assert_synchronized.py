@@ -186,9 +186,7 @@ def _plain_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
 
 
-NOT_CONNECTED = (
-    "synchronized BatchNorm layers ({}) run in replicas that are not connected: ... call patch_replication..."
-)
+NOT_CONNECTED = "synchronized BatchNorm layers ({}) run in replicas that are not connected: ... call patch_replic..."
 
 
 @pytest.mark.smoke
@@ -205,24 +203,21 @@ def test_stock_wrapper_warns_with_the_fix_once():
 
 @needs_two_gpus
 def test_function_data_parallel_warns_that_its_replicas_are_not_connected():
-    with pytest.warns(UserWarning, match="run in replicas that are not connected"):
+    with pytest.warns(UserWarning, match="not connected"):
         nn.parallel.data_parallel(SynchronizedBatchNorm1d(4).cuda(), torch.randn(4, 4, device="cuda"), range(2))
-
-
-# Models that nobody has converted
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_model_that_nobody_converted_warns_once(name, mode):
     parallel = WRAPPERS[name](_plain_net())
+    assert not _caught(parallel.eval())
+    assert not _caught(_ours(_plain_net(), 1))  # one device has the whole batch
     with mode():
-        (text,) = _caught(parallel)
-    wrapper = type(parallel).__name__
-    expected = (
-        f"2 BatchNorm layers in training mode (first: '1') do not synchronize in a {wrapper}: ... Call convert..."
+        (text,) = _caught(parallel.train())
+    assert (
+        f"2 BatchNorm layers in training mode (first: '1') do not synchronize in a {type(parallel).__name__}: " in text
     )
-    assert_like(text, expected)
     assert not _caught(pickle.loads(pickle.dumps(parallel)))
 
 
@@ -237,19 +232,11 @@ WARN_IN_THEIR_LINE: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("text", WARN_IN_THEIR_LINE)
-def test_warning_names_the_line_of_the_user(text):
-    case = WARN_IN_THEIR_LINE[text]
+@pytest.mark.parametrize(("text", "case"), WARN_IN_THEIR_LINE.items(), ids=list(WARN_IN_THEIR_LINE))
+def test_warning_names_the_line_of_the_user(text, case):
     with pytest.warns(UserWarning, match=text) as caught:
         case()
     assert (caught[0].filename, caught[0].lineno) == (__file__, case.__code__.co_firstlineno)
-
-
-def test_model_that_nobody_converted_warns_in_its_first_training_forward():
-    parallel = _ours(_plain_net()).eval()
-    assert not _caught(parallel)
-    assert not _caught(_ours(parallel.module.train(), 1))  # one device has the whole batch
-    assert len(_caught(parallel.train())) == 1
 
 
 def _calling(called: str, **layers: nn.Module) -> Net:
@@ -269,7 +256,6 @@ def test_model_whose_synchronized_layers_do_not_run_warns_once(name):
 
 SILENT: dict[str, nn.Module] = {
     "no batch norm": nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4)),
-    "frozen": _plain_net().eval(),
     "some left": nn.Sequential(SynchronizedBatchNorm1d(4), nn.BatchNorm1d(4)),
     "frozen and some left": nn.Sequential(SynchronizedBatchNorm1d(4).eval(), nn.BatchNorm1d(4)),
     "connected norm": nn.Sequential(WithPipe(lambda norm, input: input), nn.BatchNorm1d(4)),
@@ -305,7 +291,6 @@ def test_norms_of_one_sample_each_are_left_out_on_request():
     [
         ("module.0", TypeError, "ignore as a list of classes and names of norms, but got 'module.0'"),
         ([nn.BatchNorm1d(3)], TypeError, "ignore as a list of classes and names"),
-        (["module.9"], ValueError, r"to name batch norms, but got \['module.9'\]; name each norm itself, as the "),
         (["module.1", "module.2"], ValueError, r"to name batch norms, but got \['module.2'\]; name each norm itself"),
     ],
 )

@@ -96,30 +96,23 @@ def through_pickle(module: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(module))
 
 
-class Nested(nn.Module):
-    """Every way in which a module holds another, and all that a layer may have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sequence = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True))
-        self.list = nn.ModuleList([nn.BatchNorm1d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4)])
-        self.dict = nn.ModuleDict({"volume": nn.BatchNorm3d(4), "dropout": nn.Dropout()})
-        self.parent = nn.BatchNorm2d(4)
-        self.parent.child = nn.Sequential(nn.BatchNorm1d(2))
-        self.nothing: nn.Module | None = None
-        self.tagged = Tagged("a", 4)
-        self.sync = nn.SyncBatchNorm(4)
-        self.add_module("none", None)
-        self.alias = [self.parent]
-        self.list.add_module("shared", self.parent)
-        self.dict.add_module("cycle", self.list)
-        self.list[0].eval()
-        self.list[0].num_batches_tracked += 5
-        self.parent.weight.requires_grad_(False)
-        self.parent.bias.grad = torch.ones(4)
-        self.parent.qconfig, self.parent.note = object(), ["a", "list"]
-        self.parent.register_buffer("scale", torch.ones(1))
-        self.parent.register_forward_hook(lambda *_: None)
+def rich_net() -> Net:
+    """Return a net with every way in which a module holds another, and all that a layer may have."""
+    parent, layers = nn.BatchNorm2d(4), nn.ModuleList([nn.BatchNorm1d(4).eval(), nn.LayerNorm(4), nn.GroupNorm(2, 4)])
+    layers[0].num_batches_tracked += 5
+    layers.add_module("shared", parent)
+    parent.child = nn.Sequential(nn.BatchNorm1d(2))
+    parent.weight.requires_grad_(False)
+    parent.bias.grad = torch.ones(4)
+    parent.qconfig, parent.note = object(), ["a", "list"]
+    parent.register_buffer("scale", torch.ones(1))
+    parent.register_forward_hook(lambda *_: None)
+    sequence = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True))
+    by_name = nn.ModuleDict({"volume": nn.BatchNorm3d(4), "dropout": nn.Dropout(), "cycle": layers})
+    net = Net(len, sequence=sequence, layers=layers, by_name=by_name, parent=parent, nothing=None, alias=[parent])
+    net.tagged, net.sync = Tagged("a", 4), nn.SyncBatchNorm(4)
+    net.add_module("none", None)
+    return net
 
 
 @contextmanager
@@ -144,7 +137,7 @@ def synchronized_step(net: nn.Module, plain: nn.Module, *shape: int) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("options", [{}, {"eps_mode": "clamp", "group_size": 2}, {"process_group": GROUP}])
 def test_nothing_but_classes_and_options_differs_after_conversion_and_back(options):
-    net = Nested().half()
+    net = rich_net().half()
     before, metadata, keys = anatomy(net), net.state_dict()._metadata, list(net.state_dict())
     synchronized = {name: dict(KINDS).get(cls, cls) for name, cls in classes(net).items()}
     synchronized["tagged"] = type(convert_model(Tagged("another", 2)))
