@@ -102,10 +102,6 @@ def trained_by(trainer: type, recipe: types.ModuleType, folder: Path, use_cpu: b
     return built
 
 
-def losses_of_evaluations(trainer: Any) -> Tensor:
-    return torch.tensor([entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]).double()
-
-
 @pytest.mark.parametrize("use_cpu", WHERE)
 @pytest.mark.parametrize("recipe", ["transformers"], indirect=True)
 def test_a_trainer_trains_and_resumes_to_the_numbers_of_one_device(recipe, use_cpu, tmp_path):
@@ -114,7 +110,8 @@ def test_a_trainer_trains_and_resumes_to_the_numbers_of_one_device(recipe, use_c
     ours = trained_by(recipe.SynchronizedTrainer, recipe, tmp_path / "ours", use_cpu)
     assert len(ours.model_wrapped.device_ids) > 1
     assert_same_state(ours.model, plain.model)
-    assert_equal(losses_of_evaluations(ours), losses_of_evaluations(plain))
+    losses = [[entry["eval_loss"] for entry in of.state.log_history if "eval_loss" in entry] for of in (ours, plain)]
+    assert_equal(*torch.tensor(losses).double())
     first, last = sorted((tmp_path / "ours").iterdir(), key=lambda folder: int(folder.name.partition("-")[2]))
     assert_same_state(recipe.ResNetForImageClassification.from_pretrained(last, dtype=torch.float64), plain.model)
     again = {"resume_from_checkpoint": str(first)}
@@ -177,8 +174,7 @@ def test_a_learner_trains_to_the_numbers_of_one_device(recipe, devices):
     see = callback(after_batch=lambda self: seen.add(type(self.model)))
     plain = learner_of(recipe, devices[0])
     ours = learner_of(recipe, devices[0], recipe.SynchronizedTrainer(devices), see)
-    fit(plain)
-    fit(ours)
+    [fit(learn) for learn in (plain, ours)]
     assert seen == {recipe.DataParallelWithCallback}
     assert_same_state(ours.model, plain.model)
     ours.save("saved")
@@ -268,18 +264,15 @@ def test_a_net_its_clone_and_its_pickle_train_to_the_numbers_of_one_device(recip
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("recipe", ["skorch"], indirect=True)
 def test_a_grid_search_finds_the_scores_of_one_device(recipe, devices):
-    def alone(width: int, devices: list[Any]) -> nn.Module:
-        return revert_model(recipe.parallel(width, devices).module)
-
-    options = options_of(recipe, devices)
-    X, y = samples()
-    found = []
-    for function in (alone, recipe.parallel):
+    def fitted(function: Any) -> Any:
         torch.manual_seed(0)
-        net = recipe.NeuralNetClassifier(function, module__width=8, module__devices=devices, **options)
-        search = recipe.GridSearchCV(net, {"module__width": [4, 8]}, cv=3, scoring="neg_log_loss")
-        found.append(search.fit(X, y))
-    expected, actual = found
+        options = options_of(recipe, devices) | {"module__width": 8, "module__devices": devices}
+        net = recipe.NeuralNetClassifier(function, **options)
+        return recipe.GridSearchCV(net, {"module__width": [4, 8]}, cv=3, scoring="neg_log_loss").fit(*data)
+
+    data = samples()
+    expected = fitted(lambda width, devices: revert_model(recipe.parallel(width, devices).module))
+    actual = fitted(recipe.parallel)
     assert type(actual.best_estimator_.module_) is recipe.DataParallelWithCallback
     assert actual.best_params_ == expected.best_params_
     assert_equal(*(torch.tensor(search.cv_results_["mean_test_score"]) for search in (actual, expected)))
@@ -309,9 +302,8 @@ def test_an_engine_trains_averages_and_resumes_to_the_numbers_of_one_device(reci
     data = [(doubles(size, 3, 9, 9), torch.arange(size) % 3) for size in (12, 12, 5)]
 
     def parallel() -> nn.Module:
-        if device.type == "cpu":
-            return recipe.DataParallelWithCallback(recipe.convert_model(small_net()), devices)
-        return recipe.convert_model(recipe.idist.auto_model(small_net()))
+        on_cpu = recipe.DataParallelWithCallback(small_net(), devices) if device.type == "cpu" else None
+        return recipe.convert_model(on_cpu or recipe.idist.auto_model(small_net()))
 
     def loss_of(model: nn.Module) -> torch.Tensor:
         evaluator = create_supervised_evaluator(model, {"loss": Loss(nn.CrossEntropyLoss())}, device=device)
