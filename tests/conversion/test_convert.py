@@ -167,16 +167,12 @@ def test_a_layer_alone_becomes_synchronized_and_plain_again(plain, ours):
         assert set(vars(reverted)) == set(vars(plain(3)))
 
 
-def test_a_model_on_meta_converts_and_gets_memory_or_the_tensors_of_a_checkpoint():
+def test_a_model_on_meta_converts_and_gets_the_tensors_of_a_checkpoint():
     source = convert_model(randomize(small_net()))
     with torch.device("meta"):
-        assigned, filled = convert_model(small_net()), convert_model(small_net())
-    assert assigned[1].weight.is_meta
-    assigned.load_state_dict(source.state_dict(), assign=True)
-    filled.to_empty(device="cpu").load_state_dict(source.state_dict())
-    for net in (assigned, filled):
-        assert_same_state(net, source)
-        assert type(net[1]) is SynchronizedBatchNorm2d
+        net = convert_model(small_net())
+    net.load_state_dict(source.state_dict(), assign=True)
+    assert_same_state(net, source)
 
 
 @pytest.mark.parametrize(
@@ -196,9 +192,6 @@ def test_bad_options_are_refused_before_anything_changes(options, error, text):
         for take in (partial(convert_model, net), partial(convert_model, other), partial(SynchronizedBatchNorm2d, 3)):
             with pytest.raises(error, match=text):
                 take(**options)
-
-
-# Hooks, parameters and attributes of a layer
 
 
 def test_a_model_and_its_optimizer_train_on_through_conversion_and_back():
@@ -393,14 +386,12 @@ def test_a_lazy_layer_is_left_until_it_has_seen_an_input(plain, ours):
     sizes, source = [4] * (KINDS.index((plain, ours)) + 1), nn.Sequential(randomize(plain(3)))
     net = nn.Sequential(getattr(nn, f"Lazy{plain.__name__}")())
     net.load_state_dict(source.state_dict())  # which gives it its parameters
-    before, hook = anatomy(net), net[0].register_forward_pre_hook(lambda *_: pytest.fail("called"))
+    before = anatomy(net)
     assert f"- 0: Lazy{plain.__name__} is lazy and has seen no input; run one batch through the model" in left(net)
-    hook.remove()
     assert anatomy(net) == before
     net.eval()(torch.randn(2, 3, *sizes))
-    weight = net.train()[0].weight
-    convert_model(net)
-    assert type(net[0]) is ours
+    weight = net[0].weight
+    assert type(convert_model(net.train())[0]) is ours
     assert net[0].weight is weight
     synchronized_step(net, source, 3, *sizes)
 
@@ -421,9 +412,6 @@ def test_a_class_derived_from_ours_is_left_by_both_ways():
     assert type(net[0]) is Unrelated
     assert "1 in all:\n- 0: Unrelated is derived from a class of sync_batchnorm; give it" in left(net, revert_model)
     assert [type(layer) for layer in net] == [Unrelated, nn.BatchNorm2d]
-
-
-# Wrappers
 
 
 @pytest.mark.parametrize("kind", [Wrapper, nn.DataParallel])
@@ -571,8 +559,7 @@ def test_class_that_is_told_trains_as_on_one_device_and_comes_back(plain, ours, 
         parallel.train(training)
         assert_same_step(expected, parallel, doubles(5, 2, 6, 6))
     assert classes(revert_model(net)) == kinds
-    assert [layer.__dict__.keys() for layer in net] == [layer.__dict__.keys() for layer in expected]
-    assert_same_step(expected, net, doubles(5, 2, 6, 6))
+    assert [vars(layer).keys() for layer in net] == [vars(layer).keys() for layer in expected]
 
 
 def test_class_that_is_told_takes_the_options_and_leaves_its_subclasses():
@@ -605,9 +592,6 @@ def test_class_that_cannot_stand_for_another_is_refused_before_anything_changes(
     net = nn.Sequential(nn.BatchNorm2d(3), NormAbs(3))
     with unchanged(net), pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
         convert_model(net, classes={plain: ours})
-
-
-# patch_sync_batchnorm
 
 
 @pytest.fixture(autouse=True)
@@ -656,13 +640,8 @@ def test_subclass_that_computes_something_else_is_named_where_it_is_built():
 
 
 def test_the_context_decorates_a_function_and_ends_with_it_also_by_an_exception():
-    @patch_sync_batchnorm()
-    def build(raises: bool) -> nn.Module:
-        if raises:
-            raise KeyError("a body")
-        return nn.BatchNorm2d(2)
-
-    with pytest.raises(KeyError, match="a body"):
-        build(True)
+    build = patch_sync_batchnorm()(nn.BatchNorm2d)
+    with pytest.raises(TypeError, match="num_features"):
+        build()
     assert type(nn.BatchNorm2d(2)) is nn.BatchNorm2d
-    assert type(build(False)) is SynchronizedBatchNorm2d
+    assert type(build(2)) is SynchronizedBatchNorm2d

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import device_lists
-from helpers import Net, assert_equal, assert_same_results, assert_same_step, doubles, randomize, twins
+from helpers import Net, assert_equal, assert_same_results, assert_same_step, doubles, randomize, tensors_of, twins
 from repository import ROOT, blocks_of
 from torch import Tensor, nn
 
@@ -46,8 +46,7 @@ def test_layer_with_more_arguments_and_another_default_equals_one_device():
 
     def step(model: nn.Module) -> Sequence[Tensor]:
         output = model(*inputs)
-        output.backward(output.detach().sin(), retain_graph=True)
-        return [output, *torch.autograd.grad(output, inputs[1:], output.detach().cos())]
+        return [output, *torch.autograd.grad(output, [*inputs[1:], *model.parameters()], output.detach().cos())]
 
     assert_same_results(plain, DataParallelWithCallback(edited.double(), CPUS), step)
 
@@ -103,8 +102,7 @@ def test_module_of_ones_own_equals_one_device(page, name, devices):
     plain, parallel = twins(net.double(), devices)
 
     def step(model: nn.Module) -> list[Tensor]:
-        output = model(*inputs)
-        outputs = [output] if isinstance(output, Tensor) else list(output)
+        outputs = tensors_of(model(*inputs))
         upstream = [output.detach().sin() for output in outputs]
         gradients = torch.autograd.grad(outputs, inputs, upstream, retain_graph=True)
         torch.autograd.backward(outputs, upstream, inputs=list(model.parameters()))
