@@ -104,9 +104,7 @@ EVAL_PLAIN = "it is in eval mode; call model.train(), or, if it is frozen on pur
 NOT_REGISTERED = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
 NOT_SYNCHRONIZED = "it is not synchronized; call convert_model(model)"
 NO_WRAPPER = "no wrapper is around it; wrap the model with DataParallelWithCallback"
-OUTSIDE = (
-    "it stands outside every wrapper; on a gathered output that is right, so name it in ignore; elsewhere, wrap ..."
-)
+OUTSIDE = "it stands outside every wrapper; on a gathered output that is right, so name it in ignore; ..."
 OF_PROCESSES = "it synchronizes processes, not the replicas of one; call convert_model(model)"
 OWN_FORWARD = "convert_model leaves it as it is, because Norm has a forward of its own; write class ..."
 IN_ITS_ATTRIBUTES = "convert_model leaves it as it is, because AdaIN has ...; (1) ... for (1), pass ignore=[AdaIN]"

@@ -63,7 +63,6 @@ CHECKPOINTS = {
     "version 1 without counter": checkpoint_without("num_batches_tracked", 1),
     "other channels": nn.BatchNorm1d(4).state_dict(),
     "no bias": checkpoint_without("bias", 2),
-    "more": {**nn.BatchNorm1d(3).state_dict(), "extra": torch.zeros(1)},
 }
 
 

@@ -181,7 +181,7 @@ def each_process(*kinds: Any) -> Callable[[Callable[..., None]], Callable[..., N
 
 
 class Collectives(TorchDispatchMode):
-    """Lists the collectives that run in its body, by their operators, and how many numbers the gathers send."""
+    """Lists the collectives of its body, by their operators, and how many numbers the gathers send."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,23 +205,18 @@ def twins(module: nn.Module, dtype: torch.dtype = torch.float64, **options: Any)
     return plain, convert_model(copy.deepcopy(plain), **options)
 
 
-def rows_of_ranks(rows: Sequence[int] = ()) -> list[int]:
-    return list(rows or ROWS)[: dist.get_world_size()]
+def images(rows: Sequence[int] = ROWS) -> Tensor:
+    """Return the random images of all processes, of which each has its rows."""
+    return torch.randn(sum(rows[: dist.get_world_size()]), 3, 6, 5, dtype=torch.float64, device=DEVICE)
 
 
-def images(rows: Sequence[int] = ()) -> Tensor:
-    """Return the random images of all processes, which have `rows` of them, or `ROWS`."""
-    return torch.randn(sum(rows_of_ranks(rows)), 3, 6, 5, dtype=torch.float64, device=DEVICE)
+def cut(batch: Tensor, rows: Sequence[int] = ROWS) -> Tensor:
+    return batch.split(rows[: dist.get_world_size()])[dist.get_rank()]
 
 
-def cut(batch: Tensor, rows: Sequence[int] = ()) -> Tensor:
-    return batch.split(rows_of_ranks(rows))[dist.get_rank()]
-
-
-def as_inputs(batch: Tensor, rows: Sequence[int] = ()) -> list[Tensor]:
+def as_inputs(batch: Tensor, rows: Sequence[int] = ROWS) -> list[Tensor]:
     """Return inputs that need gradients: that of one process, and that of this one."""
-    preserve = torch.preserve_format
-    return [tensor.clone(memory_format=preserve).requires_grad_() for tensor in (batch, cut(batch, rows))]
+    return [tensor.clone().requires_grad_() for tensor in (batch, cut(batch, rows))]  # in the same memory format
 
 
 def summed(tensor: Tensor) -> Tensor:
@@ -248,12 +243,11 @@ def assert_same_gradients(actual: nn.Module, expected: nn.Module, averaged: bool
 
 
 def assert_same_step(
-    plain: nn.Module, model: nn.Module, batch: Tensor, rows: Sequence[int] = (), averages=False, accumulates=False
+    plain: nn.Module, model: nn.Module, batch: Tensor, rows: Sequence[int] = ROWS, averages=False, accumulates=False
 ) -> None:
-    """Compare a forward and backward of `model` on the rows of each process with `plain` on all of them at once.
+    """Compare a step of `model` on the rows of each process with one of `plain` on all of them at once.
 
-    With `averages`, the gradients of parameters are averaged over the processes. With `accumulates`, further ones will
-    be added to them.
+    With `averages`, gradients of parameters are averaged over the processes; with `accumulates`, more will be added.
     """
     whole, part = as_inputs(batch, rows)
     expected, actual = plain(whole), model(part)
