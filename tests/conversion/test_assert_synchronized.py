@@ -130,6 +130,7 @@ LEFT: list[tuple[nn.Module, int | None, str, str]] = [  # the model, how many re
     (_ours(nn.Sequential(Norm(4))), None, "module.0 (Norm)", OWN_FORWARD),
     (_ours(nn.Sequential(AdaIN(4))), None, "module.0 (AdaIN)", IN_ITS_ATTRIBUTES),
     (_ours(LISTS), None, "module.2.layers (1 BatchNorm layer), module.3.held (1 BatchNorm layer)", NOT_REGISTERED),
+    (_ours(_in_a_list()), None, "module.layers (1 BatchNorm layer)", NOT_REGISTERED),
     (_ours(_net()).eval(), None, _two("module"), EVAL),
     (WITHOUT_STATISTICS, None, ALONE, EVAL),
     (_ours(nn.Sequential(nn.BatchNorm1d(4).eval(), _net())), None, "module.0 (BatchNorm1d)", EVAL_PLAIN),
