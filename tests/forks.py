@@ -29,10 +29,7 @@ class Ended(NamedTuple):
 
 
 def let_python_swallow(kind: type[BaseException]) -> None:
-    """Print nothing where Python ignores an exception of a signal: in a destructor, or a callback of a weak reference.
-
-    Whoever sends a signal at any moment cannot count on its exception, and sends it again if it has to come.
-    """
+    """Print nothing where Python ignores an exception of a signal: in a destructor, or a callback of a weakref."""
 
     def hook(unraisable: Any) -> None:
         if not isinstance(unraisable.exc_value, kind):

@@ -11,7 +11,7 @@ __all__ = ["on_a_side_stream", "on_stream"]
 
 @contextlib.contextmanager
 def on_stream(stream: torch.cuda.Stream, *tensors: Tensor) -> Iterator[None]:
-    """Use `stream` in order with the stream that was current, also for `tensors`."""
+    """Use `stream` in order with the current stream, also for `tensors`."""
     outer = torch.cuda.current_stream(stream.device)
     stream.wait_stream(outer)
     for tensor in tensors:

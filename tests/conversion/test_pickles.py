@@ -31,10 +31,9 @@ def test_copies_train_on_by_themselves(devices, used, copied):
 
 def test_pickles_hold_nothing_of_a_forward():
     _, parallel = twins(TwoLayers(), ["cpu"] * 2)
-    fresh = pickle.dumps(parallel)
-    with torch.no_grad():
-        parallel(torch.randn(4, 3, 6, 6))
-    assert len(pickle.dumps(parallel)) == len(fresh)
+    fresh = len(pickle.dumps(parallel))
+    parallel(torch.randn(4, 3, 6, 6))
+    assert len(pickle.dumps(parallel)) == fresh
 
 
 @pytest.mark.smoke
@@ -64,7 +63,6 @@ CHECKPOINTS = {
     "version 1 without counter": checkpoint_without("num_batches_tracked", 1),
     "other channels": nn.BatchNorm1d(4).state_dict(),
     "no bias": checkpoint_without("bias", 2),
-    "more": {**nn.BatchNorm1d(3).state_dict(), "extra": torch.zeros(1)},
 }
 
 
@@ -82,14 +80,10 @@ def test_checkpoints_that_do_not_fit_are_treated_as_torch_treats_them(kind, stri
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        *(f"layers SynchronizedBatchNorm{dims}" for dims in ("", "1d", "2d", "3d")),
-        *(f"replicate {name}" for name in ("DataParallelWithCallback", "_ReplicationMixin", "_derived")),
-        "comm SyncMaster",
-    ],
-)
-def test_name_in_pickles_of_earlier_versions_is_where_it_was(place):
-    module, name = place.split()
+EARLIER = {"layers": [f"SynchronizedBatchNorm{dims}" for dims in ("", "1d", "2d", "3d")], "comm": ["SyncMaster"]}
+EARLIER["replicate"] = ["DataParallelWithCallback", "_ReplicationMixin", "_derived"]
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module in EARLIER for name in EARLIER[module]])
+def test_name_in_pickles_of_earlier_versions_is_where_it_was(module, name):
     assert callable(pickle.loads(f"csync_batchnorm.{module}\n{name}\n.".encode()))

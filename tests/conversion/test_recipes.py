@@ -7,16 +7,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import device_lists
-from helpers import Net, assert_equal, assert_same_results, assert_same_step, doubles, randomize, twins
+from helpers import Net, assert_equal, assert_same_results, assert_same_step, doubles, randomize, tensors_of, twins
 from repository import ROOT, blocks_of
 from torch import Tensor, nn
 
-from sync_batchnorm import (
-    DataParallelWithCallback,
-    SynchronizedBatchNorm2d,
-    assert_matches_one_device,
-    convert_model,
-)
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm2d, assert_matches_one_device, convert_model
 
 CPUS = ["cpu"] * 2
 
@@ -36,8 +31,6 @@ extending = pytest.mark.parametrize("page", ["extending.md"], indirect=True)
 
 
 class EditedBatchNorm2d(SynchronizedBatchNorm2d):
-    """Is called as in BigGAN, and has another default of momentum."""
-
     def __init__(self, num_features: int, momentum: float = 3e-4) -> None:
         super().__init__(num_features, momentum=momentum)
 
@@ -53,8 +46,7 @@ def test_layer_with_more_arguments_and_another_default_equals_one_device():
 
     def step(model: nn.Module) -> Sequence[Tensor]:
         output = model(*inputs)
-        output.backward(output.detach().sin(), retain_graph=True)
-        return [output, *torch.autograd.grad(output, inputs[1:], output.detach().cos())]
+        return [output, *torch.autograd.grad(output, [*inputs[1:], *model.parameters()], output.detach().cos())]
 
     assert_same_results(plain, DataParallelWithCallback(edited.double(), CPUS), step)
 
@@ -66,15 +58,7 @@ def _conv() -> nn.Module:
 @migrating
 @pytest.mark.parametrize(
     ("rows", "chunk_size", "sizes"),
-    [
-        (5, [1, 4], [1, 4]),
-        (5, [3, 2], [3, 2]),
-        (5, [1, 2, 2], [1, 2, 2]),
-        (4, [1, 2, 2], [1, 2, 1]),
-        (3, [1, 2, 2], [1, 1, 1]),
-        (2, [1, 2, 2], [1, 1]),
-        (11, [1, 2, 2], [3, 4, 4]),
-    ],
+    [(5, [1, 4], [1, 4]), (4, [1, 2, 2], [1, 2, 1]), (2, [1, 2, 2], [1, 1]), (11, [1, 2, 2], [3, 4, 4])],
 )
 def test_uneven_chunks_are_in_proportion_and_equal_one_device(page, rows, chunk_size, sizes):
     plain, parallel = twins(_conv().double(), ["cpu"] * len(chunk_size))
@@ -98,11 +82,7 @@ def _encoder() -> nn.Module:
 
 
 def _with_queue(page: types.ModuleType) -> nn.Module:
-    def compare(net: Net, input: Tensor) -> Tensor:
-        features = net.encoder(input)
-        return net.queue(features, features)
-
-    return Net(compare, encoder=_encoder(), queue=page.Queue(12, 4))
+    return Net(lambda net, x: net.queue(y := net.encoder(x), y), encoder=_encoder(), queue=page.Queue(12, 4))
 
 
 EXTENSIONS = {
@@ -122,8 +102,7 @@ def test_module_of_ones_own_equals_one_device(page, name, devices):
     plain, parallel = twins(net.double(), devices)
 
     def step(model: nn.Module) -> list[Tensor]:
-        output = model(*inputs)
-        outputs = [output] if isinstance(output, Tensor) else list(output)
+        outputs = tensors_of(model(*inputs))
         upstream = [output.detach().sin() for output in outputs]
         gradients = torch.autograd.grad(outputs, inputs, upstream, retain_graph=True)
         torch.autograd.backward(outputs, upstream, inputs=list(model.parameters()))
@@ -134,7 +113,6 @@ def test_module_of_ones_own_equals_one_device(page, name, devices):
 
 
 def grad_cam(net: Net, input: Tensor) -> Tensor:
-    """Return the gradient of each sample's first score with respect to its features, made inside `forward`."""
     scores, features = net.with_features(input)
     return torch.autograd.grad(scores[:, 0].sum(), features)[0]
 

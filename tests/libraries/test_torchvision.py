@@ -12,8 +12,6 @@ from sync_batchnorm import assert_matches_one_device, convert_model
 zoo = pytest.importorskip("zoo")  # which needs torchvision
 
 pytestmark = pytest.mark.timeout(900)
-
-
 SOME = ["inception_v3", "mobilenet_v3_small", "quantized_resnet18", "r3d_18"]
 
 
@@ -29,13 +27,11 @@ def test_every_model_converts_and_reverts_to_what_it_was(names):
     assert converted >= (4 if names else 81)
 
 
-# What rounding makes of deep nets on five tiny images; the numbers are in docs/benchmarks/conversion. Replicas that do
-# not synchronize differ by more than a million times as much.
+# What rounding makes of deep nets on five tiny images, see docs/benchmarks/conversion. Replicas that do not synchronize
+# differ by more than a million times as much.
 TOLERANCE = 1e-8
 
-# Together they have most of what the others have: branches that are added or concatenated, groups of channels, a
-# dictionary of outputs, pyramids; the first has depthwise convolutions, squeeze and excitation. All of `zoo.FAMILIES`
-# are trained by docs/benchmarks/conversion.
+# Together they have most of what the others have; docs/benchmarks/conversion trains all of `zoo.FAMILIES`.
 TRAINED = ["mobilenet_v3_small", "resnet18", "densenet121", "shufflenet_v2_x0_5", "faster R-CNN's backbone"]
 TRAINED += ["deeplabv3_mobilenet_v3_large"]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import importlib
-import importlib.util
 import inspect
 import re
 import runpy
@@ -13,13 +11,12 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
-from conftest import first_in_smoke
+from conftest import first_in_smoke, slow
 from repository import PACKAGE, PAGES, ROOT, blocks_of
 
 import sync_batchnorm
@@ -27,46 +24,39 @@ import sync_batchnorm
 
 @pytest.fixture
 def _clean_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Run code of a page in an empty folder, without a display or network; put back what it sets for the process."""
+    """Run code of a page in an empty folder, without a network."""
 
     def refuse(*args: Any) -> NoReturn:
         raise OSError(f"expected code that needs no network, but got a connection to {args[1:]}")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    matplotlib = None
-    with suppress(ImportError):  # which only some pages need
-        matplotlib = importlib.import_module("matplotlib")
-        backend = matplotlib.get_backend()
-        matplotlib.use("Agg")
     yield
-    if matplotlib is not None:
-        matplotlib.use(backend)
     sync_batchnorm.set_sbn_eps_mode("plus")
 
 
-ELSEWHERE = {"frameworks.md"}  # run by test_frameworks.py, with the frameworks
 KEPT: list[types.ModuleType] = []  # a group of gloo that ends while its thread waits for the GIL hangs (torch 2.13)
+OF_FRAMEWORKS = ROOT / "docs" / "frameworks.md"  # which test_frameworks.py runs
+SLOW = [ROOT / "docs" / name for name in ("usage.md", "diagnosing.md")]
+QUICK_FIRST = [*first_in_smoke(page for page in PAGES if page not in (*SLOW, OF_FRAMEWORKS)), *slow(*SLOW)]
 OPTIONAL = {"matplotlib", "sklearn", "timm", "torchvision", "tqdm"}  # what a page may use without saying so
 
 
-@pytest.mark.parametrize("page", first_in_smoke(PAGES), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", QUICK_FIRST, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("_clean_room")
 @pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")  # what a page says for GPUs
 def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch):
-    if page.name in ELSEWHERE:
-        pytest.skip("needs the frameworks that it is about")
     module = types.ModuleType(f"page_{page.stem.replace('-', '_')}")
     KEPT.append(module)
     monkeypatch.setitem(sys.modules, module.__name__, module)  # classes that a page defines can be pickled
     for block in blocks_of(page):
-        if block.language == "python":
-            try:
+        try:
+            if block.language == "python":
                 block.run(vars(module))
-            except ModuleNotFoundError as error:
-                if str(error.name).partition(".")[0] not in OPTIONAL:
-                    raise
-                pytest.skip(f"the code of line {block.line} needs {error.name}, which is not installed")
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] not in OPTIONAL:
+                raise
+            pytest.skip(f"the code of line {block.line} needs {error.name}, which is not installed")
 
 
 WITHOUT_EXAMPLE = {  # each is a part of one that docs/extending.md has, or nothing that a user calls
@@ -139,13 +129,9 @@ def test_drawings_of_a_step_name_what_runs_on_two_replicas():
             assert any(re.fullmatch(rf"{file}:(.*\.)?{re.escape(name)}", call) for call in called), f"{name} in {file}"
 
 
-def test_files_and_notes_that_the_inner_pages_name_exist():
-    files = {file.name for pattern in ("*.py", "*/**/*.py") for file in ROOT.glob(pattern)}
-    notes = []
-    for name in ("how-it-works.md", "contributing.md"):
-        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        assert set(re.findall(r"\b(\w+\.py)\b", text)) <= files
-        notes += re.findall(r"(NOTE \[[^\]]+\])\s+in\s+`([\w/]+\.py)`", text)
-    assert len(notes) > 3
-    for note, file in notes:
+@pytest.mark.parametrize("name", ["how-it-works.md", "contributing.md"])
+def test_files_and_notes_that_the_inner_pages_name_exist(name: str):
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert set(re.findall(r"\b(\w+\.py)\b", text)) <= {file.name for file in ROOT.rglob("*.py")}
+    for note, file in re.findall(r"(NOTE \[[^\]]+\])\s+in\s+`([\w/]+\.py)`", text):
         assert note in (ROOT / "sync_batchnorm" / file).read_text(encoding="utf-8"), f"{note} in {file}"

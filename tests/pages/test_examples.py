@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from conftest import slow
 from helpers import skip_module_without
 from repository import ROOT, TINY
 
@@ -18,14 +19,14 @@ skip_module_without("matplotlib", "sklearn", "tqdm")
 EXAMPLES = ROOT / "docs" / "examples"
 COLUMN = {"train_digits": 2, "segment_digits": -1, "train_gan": -1}  # the difference from the run on one device
 needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
-NAMES = [pytest.param(name, marks=needs_torchvision if name == "segment_digits" else ()) for name in COLUMN]
+SEGMENTS = pytest.param("segment_digits", marks=[pytest.mark.slow, needs_torchvision])
 
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=["train_digits", *slow("train_gan"), SEGMENTS])
 def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """An example as a module, without the thread that its progress bar would leave behind."""
+    """An example as a module, without the thread of its progress bar."""
     monkeypatch.syspath_prepend(EXAMPLES)  # where Python looks first when it runs the example
     module = importlib.import_module(request.param)
     if hasattr(module, "tqdm"):

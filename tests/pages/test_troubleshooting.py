@@ -30,7 +30,7 @@ OF_OTHERS = {
 
 
 def words_of(node: ast.expr) -> str:
-    """Return the text of a string of the code, with a gap for each field."""
+    """Return a string of the code, with a gap for each field."""
     pieces = node.values if isinstance(node, ast.JoinedStr) else [node]
     return "".join(str(piece.value) if isinstance(piece, ast.Constant) else "\0" for piece in pieces)
 
@@ -51,7 +51,7 @@ TEXTS = list(texts())
 
 
 def begins(text: str, phrase: str) -> bool:
-    """Return whether a message begins as an entry does, where "..." stands for names and numbers of the user."""
+    """Return whether a message begins as an entry does, where "..." stands for names and numbers."""
     if phrase.startswith("...") and not text.startswith("\0"):
         return False
     return re.match(".+?".join(map(re.escape, phrase.split("..."))), text, re.DOTALL) is not None
@@ -86,14 +86,13 @@ def test_example_of_a_difference_prints_the_message_below_it(tmp_path, capsys):
 
 
 def test_wrapper_with_the_attributes_of_the_model_is_copied_as_a_wrapper():
-    (code,) = [block for block in blocks_of(PAGE) if "class Transparent" in block.code]
     page = types.ModuleType("page")
     for block in blocks_of(PAGE):
-        if block.language == "python" and block.line <= code.line:
+        if block.language == "python" and not hasattr(page, "Transparent"):
             block.run(vars(page))
     graph = torch.fx.symbolic_trace(torch.nn.Linear(3, 4))  # whose class has a `__deepcopy__`
     wrapper = page.Transparent(graph, ["cpu"] * 2)
     copied = copy.deepcopy(wrapper)
     assert type(copied) is page.Transparent
-    assert copied.weight.shape == (4, 3)
+    assert torch.equal(copied.weight, wrapper.weight)
     assert copied.weight is not wrapper.weight

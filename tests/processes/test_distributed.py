@@ -22,7 +22,7 @@ import torch.distributed as dist
 import worlds
 from conftest import slow
 from forks import fork, forked, needs_fork
-from helpers import assert_equal, assert_same_step, in_threads, twins
+from helpers import assert_equal, assert_trains_as_one_device, in_threads
 from repository import ROOT, blocks_of
 from torch import nn
 from worlds import GATHERS, PATH
@@ -69,35 +69,33 @@ def world_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_world_of_one_has_no_peers(world_of_one, monkeypatch):
-    for name in (*GATHERS, "all_reduce"):
-        monkeypatch.setattr(dist, name, None)
-    layer, plain = SynchronizedBatchNorm2d(3), nn.BatchNorm2d(3)
-    batch = torch.randn(4, 3, 2, 2)
+def assert_alone(layer: nn.Module) -> None:
+    batch, plain = torch.randn(4, 3, 2, 2), nn.BatchNorm2d(3)
     assert torch.equal(layer(batch), plain(batch))
     assert torch.equal(layer.running_var, plain.running_var)
 
 
-@needs_fork
-def test_forked_child_of_a_world_of_one_has_no_peers_either(world_of_one):
-    assert forked(lambda: SynchronizedBatchNorm2d(3)(torch.randn(4, 3, 2, 2))).status == 0
+def test_world_of_one_has_no_peers(world_of_one, monkeypatch):
+    for name in (*GATHERS, "all_reduce"):
+        monkeypatch.setattr(dist, name, None)
+    assert_alone(SynchronizedBatchNorm2d(3))
+    if hasattr(os, "fork"):
+        assert forked(lambda: assert_alone(SynchronizedBatchNorm2d(3))).status == 0
 
 
 def test_replicas_in_a_world_of_one_are_unaffected(world_of_one):
-    plain, parallel = twins(nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).double(), ["cpu"] * 2)
-    assert_same_step(plain, parallel, torch.randn(5, 2, 6, 6, dtype=torch.float64))
+    assert_trains_as_one_device(nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)), ["cpu"] * 2, 5, 2, 6, 6)
 
 
 def test_layer_of_a_world_that_is_gone_is_alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     layer = SynchronizedBatchNorm2d(3, process_group=dist.group.WORLD)
     dist.destroy_process_group()
-    batch = torch.randn(4, 3, 2, 2)
-    assert torch.equal(layer(batch), nn.BatchNorm2d(3)(batch))
+    assert_alone(layer)
 
 
 def train_ranks_in_threads() -> None:
-    """Train a net in a world of two ranks that are threads of this process, and compare with one rank."""
+    """Train a net in a world of two ranks that are threads, and compare with one rank."""
     from torch.testing._internal.distributed import multi_threaded_pg
 
     multi_threaded_pg._install_threaded_pg()
@@ -105,16 +103,15 @@ def train_ranks_in_threads() -> None:
     plain = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Tanh(), nn.BatchNorm2d(3)).double()
     models = convert_model(nn.ModuleList(copy.deepcopy(plain) for _ in range(2)))
     batch, store = torch.randn(6, 3, 4, 4).double(), dist.HashStore()
-    outputs: dict[int, torch.Tensor] = {}
 
-    def train(rank: int) -> None:
+    def train(rank: int) -> torch.Tensor:
         dist.init_process_group("threaded", rank=rank, world_size=2, store=store)
         for _ in range(2):
-            outputs[rank] = models[rank](batch[3 * rank :][:3])
-            outputs[rank].square().mean().backward()
+            output = models[rank](batch[3 * rank :][:3])
+            output.square().mean().backward()
+        return output
 
-    in_threads(partial(train, 0), partial(train, 1))
-    assert_equal(torch.cat([outputs[0], outputs[1]]), plain(batch))
+    assert_equal(torch.cat(in_threads(partial(train, 0), partial(train, 1))), plain(batch))
 
 
 @needs_fork
@@ -126,8 +123,7 @@ def test_ranks_that_are_threads_of_one_process_equal_one_rank():
 def test_torch_without_distributed_has_no_peers(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
     monkeypatch.setattr(dist, "is_initialized", None)  # which such a torch does not have
-    batch = torch.randn(4, 3, 2, 2)
-    assert torch.equal(SynchronizedBatchNorm2d(3, group_size=2)(batch), nn.BatchNorm2d(3)(batch))
+    assert_alone(SynchronizedBatchNorm2d(3, group_size=2))
 
 
 # What comes after its last line is torch's: threads of gloo may crash Python then, and make 3.14 hang.
@@ -135,7 +131,7 @@ RUN = "import os, runpy, sys; runpy.run_path(sys.argv.pop(1), None, '__main__');
 
 
 def torchrun(folder: Path, *command: str, nodes: int = 1) -> str:
-    """Run a program in a folder with `torchrun`, up to its last line, once for each node; return what it prints."""
+    """Run a program with `torchrun`, up to its last line, once for each node; return what it prints."""
     *arguments, program, options = command
     launcher = [sys.executable, "-m", "torch.distributed.run", *arguments, "--no-python"]
     env = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}

@@ -27,10 +27,7 @@ def named_layers(device: str = "cpu") -> list[nn.Module]:
 
 
 def assert_all_are_told(layers: Sequence[nn.Module], names: Sequence[str]) -> list[str]:
-    """Call a layer in each rank, the last one also in those after it; return the numbers that all tell.
-
-    A rank names its own layer, and says only the numbers of the others.
-    """
+    """Call a layer in each rank, the last one also in those after it; return the numbers that all tell."""
     own = dist.get_rank()
     called, name = layers[min(own, len(layers) - 1)], names[min(own, len(names) - 1)]
     before = copy.deepcopy(called.state_dict())
@@ -39,8 +36,7 @@ def assert_all_are_told(layers: Sequence[nn.Module], names: Sequence[str]) -> li
     with Collectives() as collectives, pytest.raises(RuntimeError, match=text) as caught:
         called(torch.randn(2, called.num_features, 4, 4))
     assert collectives.found == [GATHER]
-    for name, value in called.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    assert all(torch.equal(value, before[name]) for name, value in called.state_dict().items())
     return list(re.search(text, str(caught.value)).groups())
 
 
@@ -66,12 +62,11 @@ def test_processes_that_call_different_layers_after_a_right_call_are_told_which(
 
 @each_process(2, 3)
 def test_a_process_is_told_the_name_of_its_own_layer_only(rank, size):
-    own = 1 if rank == 1 else 0
-    first, second, third = named_layers()[own], SynchronizedBatchNorm2d(3), SynchronizedBatchNorm2d(3)
+    name = "head" if rank == 1 else "stem"
+    first, second, third = named_layers()[rank == 1], *(SynchronizedBatchNorm2d(3) for _ in range(2))
     for layer in (first, second):  # No process notices that rank 1 begins with another layer.
         layer(torch.randn(2, 3, 4, 4))
-    names = [WITHOUT_NAME, ["stem", "head"][own], WITHOUT_NAME]
-    one, other, *rest = assert_all_are_told([second, first, third], names)
+    one, other, *rest = assert_all_are_told([second, first, third], [WITHOUT_NAME, name, WITHOUT_NAME])
     assert (int(one[7:]), rest) == (int(other[7:]) + 1, ["not yet numbered"] * (size - 2))
 
 

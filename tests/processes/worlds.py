@@ -54,14 +54,14 @@ GATHERS = [name for name in ("all_gather_single", "all_gather_into_tensor") if h
 
 class World:
     def __init__(self, kind: Any) -> None:
-        """Prepare a world of `kind` processes, or of two with a simulated GPU each if it is "gpus"."""
+        """Prepare a world of `kind` processes; if it is "gpus", of two with a simulated GPU each."""
         self.size, self.on_gpus = (2, True) if kind == "gpus" else (kind, False)
         self.processes: list[tuple[int, Connection]] = []
         self.store = tempfile.mktemp(prefix="world")
         atexit.register(self.stop)
 
     def run(self, test: Callable[..., None], **arguments: Any) -> None:
-        """Run a function of a module in each process; fail with the traceback, or the end, of each rank that fails."""
+        """Run a function in each process; fail with the traceback, or the end, of each rank that fails."""
         try:
             if not self.processes:
                 self.start()
@@ -181,7 +181,7 @@ def each_process(*kinds: Any) -> Callable[[Callable[..., None]], Callable[..., N
 
 
 class Collectives(TorchDispatchMode):
-    """Lists the collectives that run in its body, by their operators, and how many numbers the gathers send."""
+    """Lists the collectives of its body, by their operators, and how many numbers the gathers send."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,28 +205,21 @@ def twins(module: nn.Module, dtype: torch.dtype = torch.float64, **options: Any)
     return plain, convert_model(copy.deepcopy(plain), **options)
 
 
-def rows_of_ranks(rows: Sequence[int] = ()) -> list[int]:
-    return list(rows or ROWS)[: dist.get_world_size()]
+def images(rows: Sequence[int] = ROWS) -> Tensor:
+    """Return the random images of all processes, of which each has its rows."""
+    return torch.randn(sum(rows[: dist.get_world_size()]), 3, 6, 5, dtype=torch.float64, device=DEVICE)
 
 
-def images(rows: Sequence[int] = ()) -> Tensor:
-    """Return the random images of all processes, which have `rows` of them, or `ROWS`; equal in all processes."""
-    return torch.randn(sum(rows_of_ranks(rows)), 3, 6, 5, dtype=torch.float64, device=DEVICE)
+def cut(batch: Tensor, rows: Sequence[int] = ROWS) -> Tensor:
+    return batch.split(rows[: dist.get_world_size()])[dist.get_rank()]
 
 
-def cut(batch: Tensor, rows: Sequence[int] = ()) -> Tensor:
-    """Return the rows of this process."""
-    return batch.split(rows_of_ranks(rows))[dist.get_rank()]
-
-
-def as_inputs(batch: Tensor, rows: Sequence[int] = ()) -> list[Tensor]:
+def as_inputs(batch: Tensor, rows: Sequence[int] = ROWS) -> list[Tensor]:
     """Return inputs that need gradients: that of one process, and that of this one."""
-    preserve = torch.preserve_format
-    return [tensor.clone(memory_format=preserve).requires_grad_() for tensor in (batch, cut(batch, rows))]
+    return [tensor.clone().requires_grad_() for tensor in (batch, cut(batch, rows))]  # in the same memory format
 
 
 def summed(tensor: Tensor) -> Tensor:
-    """Return the sum over all processes."""
     result = tensor.detach().clone()
     dist.all_reduce(result, group=dist.group.WORLD)
     return result
@@ -239,21 +232,22 @@ def assert_same_buffers(actual: nn.Module, expected: nn.Module) -> None:
 
 def assert_same_gradients(actual: nn.Module, expected: nn.Module, averaged: bool = False) -> None:
     """Compare the gradients of the parameters: those that are the same in all processes, or their sums."""
-    for (name, parameter), reference in zip(actual.named_parameters(), expected.parameters(), strict=True):
-        grad = parameter.grad
-        if grad is not None:
-            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-            grad = grad if averaged else summed(grad)
+    grads = {name: parameter.grad for name, parameter in actual.named_parameters() if parameter.grad is not None}
+    if grads and not averaged:  # in one collective
+        sums = summed(torch.cat([grad.flatten() for grad in grads.values()])).split([g.numel() for g in grads.values()])
+        grads = {name: total.view_as(grads[name]) for name, total in zip(grads, sums, strict=True)}
+    for (name, _), reference in zip(actual.named_parameters(), expected.parameters(), strict=True):
+        grad = grads.get(name)
+        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
         assert_same_gradient(grad, reference.grad, f"gradient of {name}")
 
 
 def assert_same_step(
-    plain: nn.Module, model: nn.Module, batch: Tensor, rows: Sequence[int] = (), averages=False, accumulates=False
+    plain: nn.Module, model: nn.Module, batch: Tensor, rows: Sequence[int] = ROWS, averages=False, accumulates=False
 ) -> None:
-    """Compare a forward and backward of `model` on the rows of each process with `plain` on all of them at once.
+    """Compare a step of `model` on the rows of each process with one of `plain` on all of them at once.
 
-    With `averages`, the gradients of parameters are averaged over the processes. With `accumulates`, further ones will
-    be added to them.
+    With `averages`, gradients of parameters are averaged over the processes; with `accumulates`, more will be added.
     """
     whole, part = as_inputs(batch, rows)
     expected, actual = plain(whole), model(part)
@@ -282,18 +276,15 @@ def conv_net() -> nn.Sequential:
 
 
 def add_shortcut(net: Net, input: Tensor) -> Tensor:
-    rest = net.shortcut(input)
-    return torch.tanh(net.path(input) + rest)
+    return torch.tanh(net.shortcut(input) + net.path(input))  # the shortcut first
 
 
 def residual() -> nn.Sequential:
-    """Return blocks that compute their shortcut first."""
-    paths = [nn.Sequential(norm_conv(), nn.Tanh(), norm_conv()) for _ in range(3)]
+    paths = [nn.Sequential(norm_conv(), nn.Tanh(), norm_conv()) for _ in range(2)]
     return nn.Sequential(*[Net(add_shortcut, shortcut=norm_conv(), path=path) for path in paths])
 
 
 def partly_frozen() -> nn.Sequential:
-    """Return a net with layers in eval mode between those that synchronize."""
     net = residual()
     for block in net:
         block.path[0].eval()
@@ -307,7 +298,7 @@ def ignore_head(net: Net, input: Tensor) -> Tensor:
 
 
 def with_ignored_head() -> Net:
-    """Return a net that ignores the outputs of layers which it calls between others, as those of an auxiliary head."""
+    """Return a net that ignores the outputs of an auxiliary head, whose layers it calls between others."""
     return Net(ignore_head, body=residual(), head=nn.Sequential(norm_conv(), nn.Tanh(), norm_conv()))
 
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)  # A type check that has nothing in its ca
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the archive of sources from a copy of them, and the wheel from the archive."""
+    """Build an archive of the sources, and the wheel from the archive."""
     sources, dist = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("dist")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -76,7 +76,7 @@ def test_wheel_has_the_package_its_types_and_the_licence_and_nothing_else(wheel)
     assert names - information == {str(path.relative_to(ROOT)) for path in files}
     assert {"sync_batchnorm/py.typed", "sync_batchnorm/LICENSE"} <= names
     assert (ROOT / "sync_batchnorm/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    assert [name for name in information if name.endswith("/LICENSE")]
+    assert any(name.endswith("/LICENSE") for name in information)
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
@@ -99,17 +99,15 @@ def arguments_of_setup(monkeypatch: pytest.MonkeyPatch, repository: str) -> dict
 
 def test_links_are_those_of_the_repository_that_builds_or_none(monkeypatch):
     passed = [arguments_of_setup(monkeypatch, repository) for repository in ("someone/fork", "")]
-    links, version = passed[0]["project_urls"], sync_batchnorm.__version__
-    assert links["Source"] == "https://github.com/someone/fork"
-    assert links["Documentation"] == "https://someone.github.io/fork/"
-    assert links["Changelog"].endswith(f"/someone/fork/blob/v{version}/docs/changelog.md")
+    repository, site = "https://github.com/someone/fork", "https://someone.github.io/fork/"
+    page = f"{repository}/{{}}/v{sync_batchnorm.__version__}/docs/"
+    links = {"Source": repository, "Documentation": site, "Changelog": f"{page.format('blob')}changelog.md"}
+    assert links.items() <= passed[0]["project_urls"].items()
     assert passed[1]["project_urls"] == {}
-    page = f"https://github.com/someone/fork/{{}}/v{version}/docs/"
     described = [arguments["long_description"] for arguments in passed]
-    assert f"[usage]({page.format('blob')}usage.md)" in described[0]
     assert f"]({page.format('raw')}examples/segment_digits.png)" in described[0]
-    assert "[issues](https://github.com/someone/fork/issues)" in described[0]
-    assert "[site](https://someone.github.io/fork/)" in described[0]
+    for name, link in (("usage", f"{page.format('blob')}usage.md"), ("issues", f"{repository}/issues"), ("site", site)):
+        assert f"[{name}]({link})" in described[0]
     assert not re.search(r"\[(site|issues)\]", described[1])
     for text in described:  # neither relative, nor to a section of no file
         assert not re.search(r"\]\((?!https:)|v[\d.]+/#", text)
@@ -137,12 +135,10 @@ def test_installed_copy_checks_the_machine_and_knows_its_version(python, metadat
 
 @pytest.mark.slow
 def test_code_of_a_user_has_the_right_types_with_the_installed_copy(python, tmp_path):
-    code = shutil.copy(USER, tmp_path)
     pytest.importorskip("mypy")
-    # The cache is that of the usual type check, which has read torch if it ran before.
-    cache = ROOT / ".mypy_cache"
+    cache = ROOT / ".mypy_cache"  # that of the usual type check, which has read torch if it ran before
     mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--cache-dir", cache]
-    assert "Success" in output_of([*mypy, code], tmp_path)
+    assert "Success" in output_of([*mypy, shutil.copy(USER, tmp_path)], tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")

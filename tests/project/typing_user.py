@@ -35,13 +35,10 @@ from sync_batchnorm import (
 
 
 def merge(messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
-    """Tell every replica how many of them there are."""
     return [(identifier, len(messages)) for identifier, _ in messages]
 
 
 class Centered(nn.Module):
-    """A normalization of the user's own, which exchanges something more between replicas."""
-
     pipe: SyncMaster | SlavePipe | None = None
     counter: SyncMaster | SlavePipe | None = None
 
@@ -64,7 +61,6 @@ class Centered(nn.Module):
 
 
 def train() -> None:
-    """Train a converted net, and turn it back."""
     layer = SynchronizedBatchNorm2d(8, momentum=None, eps_mode="clamp", group_size=2)
     net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), layer), eps_mode="clamp", group_size=None)
     assert_type(net, nn.Sequential)
@@ -83,7 +79,6 @@ def train() -> None:
 
 
 def build() -> list[nn.modules.batchnorm._BatchNorm]:
-    """Make layers in every way there is."""
     set_sbn_eps_mode("plus")
     with patch_sync_batchnorm():
         patched: nn.BatchNorm2d = nn.BatchNorm2d(8)
@@ -97,7 +92,6 @@ def build() -> list[nn.modules.batchnorm._BatchNorm]:
 
 
 def wrap() -> None:
-    """Use the callbacks with a wrapper that is there already, and without any."""
     existing = nn.DataParallel(Centered())
     assert_type(patch_replication_callback(existing, timeout=1.5), nn.DataParallel[Centered])
     execute_replication_callbacks([Centered(), Centered()])
