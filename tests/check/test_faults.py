@@ -70,19 +70,11 @@ def normalize(self, x):
     return F.batch_norm(x, None, None, training=True)
 
 
-def rms(self, x, norm):
-    return self.weight * x / x.square().mean(0).add(self.eps).sqrt()
-
-
 def run_once(self, x, norm):
     self.calls = getattr(self, "calls", 0) + 1
     if self.calls > 1:
         raise RuntimeError("is called again")
     return norm(x) * x.mean()
-
-
-def center(x):
-    return x - x.mean(0)
 
 
 def log(self, x):
@@ -106,12 +98,6 @@ def add_in_a_loop(self, x):
     return x - total
 
 
-def compare_pairs(self, x):
-    similar = x @ x.T
-    weights = similar.softmax(1)
-    return weights.sum(1, keepdim=True) * x + (weights * similar).sum(1, keepdim=True)
-
-
 def route_and_mix(self, x):
     output = torch.zeros_like(x)
     for expert, is_mine in ((1, x[:, 0] > 0), (2, x[:, 0] <= 0)):
@@ -123,12 +109,6 @@ def route_and_mix(self, x):
 def clear_row_in_place(self, x):
     x = x * 1
     x[0] = 0.0
-    return x
-
-
-def divide_in_place(self, x):
-    x = x * 1
-    x /= len(x)
     return x
 
 
@@ -163,16 +143,6 @@ def make_layer(self, x):
         torch.manual_seed(0)
         self.late = nn.Linear(6, 3).to(x)
     return self.late(x)
-
-
-def average_in_buffer(self, x):
-    before = self.average * 1
-    self.average.copy_(x.detach().mean(0))
-    return x - before
-
-
-def add_gradient(self, grad_input, grad_output):
-    self.seen += grad_output[0].abs().sum()
 
 
 def penalty(self, x):
@@ -405,8 +375,7 @@ NO_MEAN = f"no sum or mean of what replicas return is that of one device; {DIVID
 WEIGHTED = "the loss differs: ...the mean weighted by rows is that of one device; weight them by...[3, 2] rows return"
 BEFORE = "; or something before it mixes samples"
 LABELS = torch.tensor([0, 1, 2, 2])
-KEPT = {size: torch.full((6,), float(size)) for size in range(9)}
-SCRIPT = quietly(torch.jit.script, center)
+SCRIPT = quietly(torch.jit.trace, lambda x: x - x.mean(0), BATCH)
 
 FAULTS = {
     # Samples are mixed in the forward of the model.
@@ -420,12 +389,11 @@ FAULTS = {
     ),
     "loop over samples": before(lambda h: torch.stack([row.tanh() for row in h - h.mean(0)]), f"{LINE}h.mean(0)`"),
     "shifted rows": fault(lambda self, x: x + F.pad(x[1:], (0, 0, 0, 1)), f"{LINE}x[1:]`"),
-    "pairs": fault(compare_pairs, f"{LINE}x @ x.T`...two dimensions of which are samples"),
+    "pairs": fault(lambda self, x: (x @ x.T).sum(1), f"{LINE}x @ x.T`...two dimensions of which are samples"),
     "behind a selection": fault(lambda self, x: x - x[x[:, 0] > 0].mean(0), f"{LINE}x[x[:, 0] > 0].mean(0)`"),
     "behind a router": fault(route_and_mix, f"{LINE}output.mean(0)`"),
     "row in place": fault(clear_row_in_place, f"{LINE}x[0] = 0.0`"),
-    "number in place": fault(divide_in_place, f"{LINE}x /= len(x)`...3 in place of 5"),
-    "read elsewhere": fault(lambda self, x: x * KEPT[len(x)], "`x * KEPT[len(x)]`...gets another tensor than on"),
+    "number in place": fault(lambda self, x: (x * 1).div_(len(x)), f"{LINE}(x * 1).div_(len(x))`...3 in place of 5"),
     "mean by hand": fault(lambda self, x: x - sum(x.unbind()) / len(x), f"{ITSELF}...{LINE}"),
     "complex": fault(lambda self, x: torch.complex(x, x - x.mean(0)), f"{LINE}x.mean(0)`"),
     "infinite": fault(lambda self, x: x / (len(x) - 3), f"{ITSELF}...only one of them is finite: {GETS}"),
@@ -439,14 +407,12 @@ FAULTS = {
     "copy that begins equal": fault(nets_that_begin_equal, f"{ITSELF}...{LINE}x.mean(0)`"),
     # Before, around and beside norms.
     "cumsum before a norm": before(lambda h: h.cumsum(0), f"{LINE}h.cumsum(0)`"),
-    "maximum before a norm": before(lambda h: h / h.max(), f"{LINE}h.max()`"),
     "arange before a norm": before(lambda h: h + torch.arange(len(h))[:, None], f"{LINE}torch.arange(len(h))`"),
     "branch before a norm": before(lambda h: h * 2 if len(h) < 3 else h, f"{WAY}replica 1 runs `h * 2` ("),
     "number drawn and not used": before(lambda h: (torch.rand(1), h - h.mean(0))[1], f"{LINE}h.mean(0)`"),
     "around a norm": fault(convert_model(Apply(lambda self, x: self.parts[0](x) * len(x), nn.BatchNorm1d(6))), GETS),
     # Between others that are right.
     "mean": around(mix, f"{LINE}x.mean(0)`"),
-    "length": around(lambda self, x: x * len(x), f"{LINE}x * len(x)`...which gets 3 in place of 5"),
     "length of the second chunk": around(lambda self, x: x * (2 if len(x) == 2 else 1), GETS, replica=1),
     "arange": around(lambda self, x: x + torch.arange(len(x)).reshape(-1, 1, 1, 1), f"{LINE}torch.arange(len(x))`", 1),
     "attribute of replicas": around(lambda self, x: x * [3, 2][hasattr(self, "_is_replica")], "gets 2 in place of 3"),
@@ -472,10 +438,6 @@ FAULTS = {
     "behind similarities": fault(
         nn.Sequential(Apply(lambda self, x: x @ x.T), Apply(lambda self, x: x.softmax(1)[:, :1])),
         f"of 1 (Apply)...{LINE}",
-    ),
-    "rows of several": fault(
-        Apply(lambda self, x: self.parts[0](x.flatten(0, 1)), Apply(lambda self, x: x * len(x))),
-        *(f"of parts.0 (Apply)...{GETS}", IMAGES),
     ),
     "second call": fault(
         Apply(lambda self, x: self.parts[0](self.parts[0](x), 1), Apply(lambda self, x, k=0: x + k * x[0])),
@@ -617,7 +579,7 @@ FAULTS = {
         "of 0 (SynchronizedOwn)...its forward never calls that of SynchronizedBatchNorm1d; call",
     ),
     "class with another formula": fault(
-        lambda: with_norm(rms, lambda y: y),
+        lambda: with_norm(lambda self, x, norm: self.weight * x / x.square().mean(0).add(self.eps).sqrt(), lambda y: y),
         "SynchronizedOwn computes something else than Own, which it replaces, on one device, too; for another formula",
     ),
     "class that cannot run again": fault(
@@ -656,7 +618,8 @@ FAULTS = {
     ),
     "buffer that a backward hook writes": fault(
         lambda: with_hook(
-            Apply(lambda self, x: self.parts[0](x), nn.Linear(6, 6), seen=0.0), add_gradient, "full_backward_hook"
+            Apply(lambda self, x: self.parts[0](x), nn.Linear(6, 6), seen=0.0),
+            *(lambda self, _, grads: (self.seen.add_(grads[0].abs().sum()), None)[1], "full_backward_hook"),
         ),
         f"{STATE} seen differs...{IN_PLACE}",
     ),
@@ -665,7 +628,10 @@ FAULTS = {
         f"{STATE} queue differs...update it outside the forward pass, or in place if it is a buffer",
     ),
     "buffer that is not saved": fault(
-        Net(average_in_buffer, average=nn.Buffer(torch.zeros(6), persistent=False)),
+        Net(
+            lambda self, x: (x - self.average, self.average.copy_(x.detach().mean(0)))[0],
+            average=nn.Buffer(torch.zeros(6), persistent=False),
+        ),
         "pass 2...the buffer average differs...from its own chunk",
         never="sets on self",
     ),

@@ -62,11 +62,6 @@ def drop_in_other_words(self, x):
     return y + torch.dropout_(x * 1, 0.5, True)
 
 
-def drop_and_change(self, x):
-    hidden = self.parts[0](x).exp()  # which its backward pass needs
-    return hidden * F.dropout(hidden, training=True).add_(1.0)
-
-
 def drop_in_checkpoint(self, x):
     return checkpoint(lambda y: F.dropout(self.parts[1](self.parts[0](y))).exp(), x, use_reentrant=False)
 
@@ -80,13 +75,6 @@ def stop_inside(kind):
     inside = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     getattr(inside[1], f"register_{kind}")(raise_stop)
     return Apply(lambda self, x: self.parts[1](try_first(self, x)), inside, nn.Linear(6, 2))
-
-
-def stochastic_depth():
-    pytest.importorskip("zoo")  # which needs torchvision
-    import torchvision
-
-    return behind(torchvision.ops.StochasticDepth(0.5, "row"))
 
 
 def run_in_thread(self, x):
@@ -204,9 +192,11 @@ RIGHT = {
         )
     ),
     "dropout in other words": right(drop_in_other_words),
-    "dropout that is changed": right(lambda: Apply(drop_and_change, nn.Linear(6, 6))),
+    "dropout that is changed": right(  # and which its backward pass needs
+        lambda: Apply(lambda self, x: (h := self.parts[0](x).exp()) * F.dropout(h, 0.5).add_(1.0), nn.Linear(6, 6))
+    ),
     "dropout in a checkpoint": right(lambda: Apply(drop_in_checkpoint, nn.Linear(6, 6), nn.Dropout())),
-    "stochastic depth": right(stochastic_depth),
+    "stochastic depth": right(lambda: behind(pytest.importorskip("torchvision.ops").StochasticDepth(0.5, "row"))),
     "layer drop": right(lambda: LayerDrop(lambda self, x: x * (random.random() >= self.layerdrop), layerdrop=0.5)),
     "drop connect": right(
         lambda: LayerDrop(lambda self, x: x * (random.random() >= self._drop_connect_rate), _drop_connect_rate=0.5)
