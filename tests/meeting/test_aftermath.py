@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import first_in_smoke
+from conftest import first_in_smoke, slow
 from forks import forked, let_python_swallow, needs_fork
 from helpers import assert_equal, end_from_outside
 from scripted import WRAPPERS, R, Scripted, TorchStyle, assert_next_forward_is_right, batch, raising, scripted
@@ -47,7 +47,7 @@ def _step(parallel: nn.DataParallel) -> None:
 
 
 @pytest.mark.parametrize("failure", first_in_smoke(FAILURES))
-@pytest.mark.parametrize("name", ["wrapper", "patched"])
+@pytest.mark.parametrize("name", ["wrapper", *slow("patched")])
 def test_steps_leave_nothing_behind(name, failure):
     def numbers() -> tuple[int, int]:
         objects = gc.get_objects()
