@@ -448,9 +448,7 @@ FAULTS = {
         nn.Sequential(with_hook(Apply(mix), lambda *_: None, "full_backward_hook")),
         f"of 0 (Apply)...{LINE}x.mean(0)` (checked.py, line {mix.__code__.co_firstlineno + 1}, in mix)$",
     ),
-    "hook of a module": fault(
-        with_hook(nn.ReLU(), lambda module, args, y: y - y.mean(0)), f"(ReLU)...{LINE}y.mean(0)`"
-    ),
+    "hook of a module": fault(with_hook(nn.ReLU(), lambda module, args, y: y - y.mean(0)), f"{LINE}y.mean(0)`"),
     "in a checkpoint": fault(
         Apply(lambda self, x: checkpoint(self.parts[0], x, use_reentrant=False), Apply(mix)),
         f"of parts.0 (Apply)...{LINE}",
@@ -470,13 +468,9 @@ FAULTS = {
         ),
         f"{ITSELF}...{WAY}",
     ),
-    "call of replicas only": fault(
-        Apply(lambda self, x: self.parts[0](x) if len(x) < 5 else x * 1, nn.Softmax(0)), WAY
-    ),
+    "call in replicas": fault(Apply(lambda self, x: self.parts[0](x) if len(x) < 5 else x * 1, nn.Softmax(0)), WAY),
     "not finite": fault(lambda self, x: x if len(x) == 5 else x * math.nan, f"{ITSELF}...{WAY}"),
-    "one of two outputs": fault(
-        lambda self, x: {"right": x * 1, "wrong": x - x.mean(0)}, "output['wrong'] of the model"
-    ),
+    "one of two outputs": fault(lambda self, x: {"right": x * 1, "wrong": x - x.mean(0)}, "output['wrong'] of the"),
     "one of a list of outputs": fault(
         nn.Sequential(Apply(lambda self, x: mix(self, x).unbind()), Apply(lambda self, x: torch.stack(x))),
         f"first difference: output[0] of 0 (Apply), in replica 0, by...{LINE}x.mean(0)` (checked.py",
@@ -512,9 +506,7 @@ FAULTS = {
     "Python's random": fault(lambda self, x: x * 1e-8 * random.random(), f"`x * 1e-8 * random.random(){RANDOM}"),
     "NumPy's random numbers": fault(lambda self, x: x + torch.from_numpy(numpy.random.rand(len(x), 6)), RANDOM),
     "seed": fault(lambda self, x: torch.manual_seed(0) and x + torch.rand_like(x), f"`torch.rand_like(x)`...{SEEDED}"),
-    "generator's seed": fault(
-        lambda self, x: x + torch.rand(x.shape, generator=torch.Generator().manual_seed(0)), SEEDED
-    ),
+    "own seed": fault(lambda self, x: x + torch.rand(x.shape, generator=torch.Generator().manual_seed(0)), SEEDED),
     "own generator": fault(Net(lambda self, x: x + torch.randn(6, generator=self.own), own=torch.Generator()), VARIES),
     "time": fault(lambda self, x: x * (time.perf_counter_ns() % 1000), f"{ITSELF}...{VARIES}", never="random numbers"),
     "dropout by hand": fault(Net(lambda self, x: x * (torch.rand_like(x) < self.p), p=0.5), RANDOM, never="dropout"),
@@ -524,7 +516,7 @@ FAULTS = {
     ),
     "backdrop, and drop_prob of a class that is not known": fault(
         Net(lambda self, x: x - self.drop_prob * self.backdrop * x.mean(0), backdrop=0.5, drop_prob=0.5),
-        *(f"{LINE}x.mean(0)`",),
+        f"{LINE}x.mean(0)`",
         never="dropout",
     ),
     "in place, behind dropout": fault(
@@ -537,13 +529,10 @@ FAULTS = {
     "random numbers beside dropout": fault(
         nn.Sequential(Apply(lambda self, x: x + torch.rand_like(x)), nn.Dropout()), "of 0 (Apply)", never="dropout"
     ),
-    "no dropout": fault(
-        lambda: mixing(lstm(), attend(dropout_p=0.0), attend(None, 0.0, True)), "of 0 (Apply)", never="dropout"
-    ),
+    "no dropout": fault(lambda: mixing(lstm(), attend(), attend(None, 0.0, True)), "of 0 (Apply)", never="dropout"),
     "dropout of a layer": fault(mixing(nn.Dropout()), "of 0 (Apply)...dropout"),
     "dropout of a function": fault(mixing(Apply(lambda self, x: F.dropout(x))), "of 0 (Apply)...dropout"),
     "dropout of an LSTM": fault(lambda: mixing(lstm(dropout=0.5)), "of 0 (Apply)...dropout"),
-    "dropout of attention": fault(mixing(attend(dropout_p=0.5)), "of 0 (Apply)...dropout"),
     "dropout, by position": fault(mixing(attend(None, 0.5)), "of 0 (Apply)...dropout"),
     # Norms.
     "plain norm": fault(
@@ -582,9 +571,7 @@ FAULTS = {
         lambda: with_norm(lambda self, x, norm: self.weight * x / x.square().mean(0).add(self.eps).sqrt(), lambda y: y),
         "SynchronizedOwn computes something else than Own, which it replaces, on one device, too; for another formula",
     ),
-    "class that cannot run again": fault(
-        lambda: with_norm(run_once), "(SynchronizedOwn)...0.calls changed in this pass"
-    ),
+    "class that cannot run again": fault(lambda: with_norm(run_once), "(SynchronizedOwn)...0.calls changed in this"),
     "norm called for each sample": fault(
         convert_model(Apply(by_sample, nn.BatchNorm1d(2))),
         f"{ITSELF} (Apply)...number of calls of parts.0: 4 on one device, [2, 2] in replicas; if once for each sample, "
@@ -728,8 +715,7 @@ FAULTS = {
     "sums without a loss": fault(lambda self, x: x.square().sum(), "the sum is that of one device; add"),
     "uneven means": fault(lambda self, x: x.square().mean(), WEIGHTED),
     "uneven means in the second pass": fault(
-        Apply(lambda self, x: x.square().mean() * (self.count.add_(1) > 1), count=0.0),
-        f"in pass 2: {WEIGHTED}",
+        Apply(lambda self, x: x.square().mean() * (self.count.add_(1) > 1), count=0.0), f"in pass 2: {WEIGHTED}"
     ),
     "uneven means, in a wrapper": fault(
         lambda: Apply(lambda self, x: self.parts[0](x).mean(), wrapped(Apply(mean_square, nn.Linear(6, 6)))),
@@ -781,9 +767,7 @@ FAULTS = {
         never=HOOKS,
     ),
     "hook that is a method": fault(lambda: hooked(keep, add_features, features=0), f"{HOOKS}...keep of net (features)"),
-    "hook that is a closure": fault(
-        lambda: hooked_by_closure(False), f"{FAILS}AttributeError...{HOOKS}...keep of net (features)"
-    ),
+    "hook that is a closure": fault(lambda: hooked_by_closure(False), "AttributeError...keep of net (features)"),
     "hook that sets by name": fault(lambda: hooked_by_closure(True), f"{FAILS}AttributeError...{HOOKS}...(features)"),
     "hook that reads": fault(
         lambda: hooked(scale_output, bind_scale, scale=torch.ones(1, 6)), f"{HOOKS}...scale_output of net (scale)"

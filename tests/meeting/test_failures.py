@@ -253,6 +253,7 @@ def disagreeing(net, x: Tensor, replica: Tensor) -> Tensor:
 
 DISAGREEMENTS = {
     "channels": (lambda bn, x: x[:, :3], r"\(2, 3\) of torch.float64 \(eps=1e-05\)"),
+    "dimensions": (lambda bn, x: x[..., None], r"\(2, 4, 1\) of torch.float64 \(eps=1e-05\)"),
     "dtype": (lambda bn, x: x.float(), r"\(2, 4\) of torch.float32 \(eps=1e-05\)"),
     "eps": (lambda bn, x: (setattr(bn, "eps", 0.5), x)[1], r"\(eps=0.5\)"),
     "eps_mode": (lambda bn, x: (setattr(bn, "eps_mode", "clamp"), x)[1], r"\(eps=1e-05, clamp\)"),
