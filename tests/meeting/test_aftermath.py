@@ -156,33 +156,6 @@ def test_replica_that_fails_late_leaves_the_next_forward_alone(monkeypatch):
     assert parallel.released
 
 
-@pytest.mark.parametrize("error", [TimeoutError("an alarm"), KeyboardInterrupt()])
-def test_error_of_the_caller_reaches_it_once_the_replicas_were_released_and_have_left(monkeypatch, error):
-    aborts, left, abort = threading.Event(), [], Coordinator.abort
-
-    def abort_patiently(coordinator: Coordinator, error: BaseException, seconds: float) -> None:
-        aborts.set()
-        abort(coordinator, error, 1000.0)  # much longer than a test may take
-
-    def is_busy(model: Scripted, x: Tensor) -> None:
-        GivesUp.begun.set()
-        aborts.wait()
-        try:
-            model.stem(x)
-        finally:
-            left.append(threading.current_thread())
-
-    monkeypatch.setattr(Coordinator, "abort", abort_patiently)
-    parallel = patch_replication_callback(GivesUp(scripted((0, "before", is_busy)), R))
-    parallel.error = error
-    with pytest.raises(type(error)) as caught:
-        parallel(*batch())
-    assert caught.value is error
-    assert left == [parallel.thread]
-    parallel.thread.join()
-    assert parallel.released
-
-
 class Drops(nn.Module):
     """Drops values, and writes into a buffer what it has left, before and after a layer."""
 
