@@ -31,6 +31,7 @@ from checked import (
     tower,
     try_first,
     views,
+    with_hook,
     with_norm,
     wrapped,
 )
@@ -70,10 +71,9 @@ def raise_stop(*_):
     raise StopAsyncIteration
 
 
-def stop_inside(kind):
+def stop_inside():
     """Return a model with a hook that stops a call in the middle, and is caught."""
-    inside = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
-    getattr(inside[1], f"register_{kind}")(raise_stop)
+    inside = nn.Sequential(nn.Linear(6, 6), with_hook(nn.ReLU(), raise_stop), nn.Linear(6, 6))
     return Apply(lambda self, x: self.parts[1](try_first(self, x)), inside, nn.Linear(6, 2))
 
 
@@ -231,7 +231,6 @@ RIGHT = {
     ),
     "gradient in forward": right(lambda: Apply(follow_gradient, behind(nn.LayerNorm(6), nn.Tanh()))),
     "jacrev and vmap": right(lambda: Apply(lambda self, x: vmap(jacrev(self.parts[0]))(x).sum(1), behind(nn.Tanh()))),
-    "vmap": right(lambda: Apply(lambda self, x: vmap(self.parts[0])(x), nn.Linear(6, 6))),
     "functional_call": right(
         lambda: Apply(
             lambda self, x: functional_call(self.parts[0], dict(self.parts[0].named_parameters()), x), tower()
@@ -266,8 +265,7 @@ RIGHT = {
     "weight norm": right(lambda: quietly(nn.utils.weight_norm, nn.Linear(6, 6))),
     "spectral norm": right(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))),
     "a `to` of its own": right(lambda: MovesByDevice(6, 3)),
-    "hook that stops": right(lambda: stop_inside("forward_hook")),
-    "hook that stops before": right(lambda: stop_inside("forward_pre_hook")),
+    "hook that stops": right(stop_inside),
     "thread": right(lambda: Apply(run_in_thread, nn.Linear(6, 6)), BATCH.clone().requires_grad_()),
     "mix that nobody uses": right(lambda: Apply(lambda self, x: (self.parts[0](x), x * 1)[1], Apply(mix))),
     # Wrappers, and what is no tensor of rows
@@ -310,7 +308,7 @@ def test_a_mean_of_each_chunk_is_found_with_twice_the_replicas_less_one_samples(
 def test_a_hook_of_all_modules_may_stop_a_call():
     hook = lambda module, args: raise_stop() if isinstance(module, nn.ReLU) else None  # noqa: E731
     with nn.modules.module.register_module_forward_pre_hook(hook):
-        assert_matches_one_device(stop_inside("forward_hook"), BATCH)
+        assert_matches_one_device(stop_inside(), BATCH)
 
 
 def test_a_check_needs_no_numpy(monkeypatch):
