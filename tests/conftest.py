@@ -36,10 +36,7 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Use several processes if pytest-xdist is there; the command line may ask it for another number of them.
-
-    Not in `addopts`, since pytest alone does not know these options.
-    """
+    """Use several processes if pytest-xdist is there; not in `addopts`, since pytest alone has no such options."""
     if config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput"):
         if config.option.numprocesses is None:
             config.option.numprocesses = "auto"
@@ -49,10 +46,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Spread the whole suite over the cores; run files that are named, and all of it on one core, in this process.
-
-    Four processes at most: each imports torch and what goes with it, and where there is a GPU, all have a share of it.
-    """
+    """Spread the suite over at most four cores, as each process imports torch; run files that are named in this one."""
     named = config.args_source == pytest.Config.ArgsSource.ARGS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 0 if named or cores == 1 else min(cores, 4)
@@ -72,22 +66,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_timeout_set_timer(settings: Any) -> bool | None:
     """Let a test that hangs end its process with all stacks, even if it holds the GIL or is in a worker.
 
-    Its threads cannot be stopped, and would draw random numbers in the tests after it. Of what pytest-timeout does by
-    itself, an exception in the test would wait for the replicas, and what a worker of pytest-xdist prints is lost. The
-    timer of faulthandler is that of the self-check, and a forked child cannot set it again.
+    Its threads cannot be stopped, and would draw random numbers in the tests after it. An exception in the test, as of
+    pytest-timeout alone, would wait for the replicas; the timer of faulthandler is that of the self-check.
     """
-    if not HAS_ALARM:
-        return None
-    signal.setitimer(signal.ITIMER_REAL, settings.timeout)
-    return True
+    return _set_alarm(settings.timeout)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_timeout_cancel_timer() -> bool | None:
-    if not HAS_ALARM:
-        return None
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
-    return True
+    return _set_alarm(0.0)
+
+
+def _set_alarm(seconds: float) -> bool | None:
+    if HAS_ALARM:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    return HAS_ALARM or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -107,11 +100,7 @@ def pytest_collection_finish() -> None:
 
 
 def busy_threads() -> set[threading.Thread]:
-    """Return the threads that run and that Python has started.
-
-    Autograd keeps a thread for each GPU until the process ends. It is listed once it has run Python code, cannot be
-    joined, and belongs to no test. So does a thread of replicas on a GPU, once they have ended.
-    """
+    """Return the threads of Python that run: not those that autograd and replicas keep for each GPU."""
     frames = sys._current_frames()
     idle = {ident for ident, frame in frames.items() if frame.f_code.co_name == "_work_and_stay"}
     threads = {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
@@ -172,11 +161,9 @@ usual_kernels = pytest.mark.parametrize("kernel", ["fast", *slow("exact", "gener
 
 
 def device_lists(*sizes: int, slow: Sequence[int] = ()) -> list[Any]:
-    """Device lists of the given sizes: CPU replicas, one GPU, several replicas on it, and distinct GPUs.
+    """Device lists of the given sizes, those in `slow` for the whole suite only: CPU replicas, one GPU, distinct GPUs.
 
-    Distinct GPUs in ascending order for every size, and in another order for the largest that there are enough of: the
-    first of a list is the one that merges, and need not be the GPU with the lowest index. Without a GPU: CPU replicas.
-    Those of the sizes in `slow` are run in the whole suite only.
+    The largest list of distinct GPUs also in another order: the first one merges, and need not have the lowest index.
     """
     marks = {n: [pytest.mark.slow] if n in slow else [] for n in (*sizes, *slow)}
     lists = [pytest.param(["cpu"] * n, id=f"cpu-{n}", marks=marks[n]) for n in marks]

@@ -56,11 +56,9 @@ def anatomy(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return what every module of `model` consists of, as identities: all attributes but class and `_sync_layer`."""
     anatomies = {}
     for name, module in model.named_modules():
-        parts: dict[str, Any] = {"": id(module)}
-        for attribute, value in vars(module).items():
-            if attribute == "_sync_layer":  # which tells a converted layer from its neighbours, for error messages
-                continue
-            parts[attribute] = id(value)
+        attributes = {key: value for key, value in vars(module).items() if key != "_sync_layer"}
+        parts: dict[str, Any] = {"": id(module), **{key: id(value) for key, value in attributes.items()}}
+        for attribute, value in attributes.items():
             if isinstance(value, dict):  # parameters, buffers, children, hooks
                 parts.update({f"{attribute}.{key}": id(item) for key, item in value.items()})
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
@@ -87,10 +85,7 @@ def assert_converts_and_reverts(model: nn.Module, label: str) -> None:
 
 
 def saved_bytes(output: Tensor) -> int:
-    """Return the bytes of the distinct tensors that the graph behind `output` has saved.
-
-    Read from its nodes: hooks on saved tensors would change what a synchronized layer does.
-    """
+    """Return the bytes of the distinct tensors that the nodes behind `output` keep: hooks would change a layer."""
     sizes: dict[int, int] = {}
     nodes = [output.grad_fn]
     for node in nodes:
@@ -133,8 +128,7 @@ class Named(Net):
     """A `Net` whose forward has the names of the function's arguments."""
 
     def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
-        super().__init__(function, **attributes)
-        self.forward = partial(function, self)
+        super().__init__(function, forward=partial(function, self), **attributes)
 
 
 class Numbered(Net):
@@ -326,10 +320,8 @@ def assert_same_tree(actual: Any, expected: Any, label: str = "output", toleranc
 def parts_of(tree: Any) -> dict[str, Any]:
     """Return the attributes, fields and items of a container, by how Python writes them."""
     names = {**getattr(tree, "__dict__", {}), **getattr(tree, "__dataclass_fields__", {})}
-    if isinstance(tree, defaultdict):
-        names["default_factory"] = None
-    names.pop("maps", None)  # of a `ChainMap`, which need not have as many
-    parts = {f".{name}": getattr(tree, name) for name in names}
+    names |= {"default_factory": None} if isinstance(tree, defaultdict) else {}
+    parts = {f".{name}": getattr(tree, name) for name in names if name != "maps"}  # A `ChainMap` may have fewer.
     if isinstance(tree, Mapping):  # which may iterate over something else than its keys
         parts.update({f"[{key!r}]": tree[key] for key in tree.keys()})  # noqa: SIM118
     elif isinstance(tree, (list, tuple, deque)):
@@ -350,7 +342,7 @@ def are_distinct_gpus(device_ids: Sequence[Any]) -> bool:
 def assert_same_gradient(
     actual: Tensor | None, expected: Tensor | None, label: str = "", tolerance: float | None = None
 ) -> None:
-    """Compare the gradient of a parameter with that of the reference; where this has none, it must have none either."""
+    """Compare the gradient of a parameter with that of the reference, which may have none."""
     assert (actual is None) == (expected is None), label
     if actual is not None and expected is not None:
         assert_equal(actual, expected, label, tolerance)
@@ -362,9 +354,8 @@ def assert_same_state(parallel: nn.Module, plain: nn.Module, tolerance: float | 
     assert list(actual.state_dict()) == list(plain.state_dict())
     for name, expected in plain.state_dict().items():
         assert_equal(actual.state_dict()[name], expected, name, tolerance)
-    gradients = dict(actual.named_parameters())
     for name, parameter in plain.named_parameters():
-        assert_same_gradient(gradients[name].grad, parameter.grad, f"gradient of {name}", tolerance)
+        assert_same_gradient(actual.get_parameter(name).grad, parameter.grad, f"gradient of {name}", tolerance)
 
 
 def assert_same_step(
@@ -395,10 +386,7 @@ def assert_trains_as_one_device(
 
 
 def assert_same_results(
-    plain: nn.Module,
-    parallel: nn.Module,
-    compute: Callable[[nn.Module], Sequence[Tensor]],
-    tolerance: float | None = None,
+    plain: nn.Module, parallel: nn.Module, compute: Callable[[nn.Module], Any], tolerance: float | None = None
 ) -> None:
     """Compare what `compute` returns for each of the two, tensor by tensor, and their state after it."""
     for i, (expected, actual) in enumerate(zip(compute(plain), compute(parallel), strict=True)):
@@ -421,10 +409,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def assert_same_parts(plain: nn.Module, parallel: DataParallelWithCallback, parts: Sequence[Tensor]) -> None:
-    """As `assert_same_step`, with one part for each replica; the reference gets all elements of all parts as rows.
-
-    The parts may be on any device: each replica gets a copy on its own, the reference copies on the first.
-    """
+    """As `assert_same_step`, with one part for each replica; the reference gets all elements of all parts as rows."""
     first = as_devices(parallel.device_ids)[0]
     inputs, copies = ([part.detach().to(first, copy=True).requires_grad_() for part in parts] for _ in range(2))
     outputs = run_parts(parallel, inputs)

@@ -35,25 +35,25 @@ class _Stop(BaseException):
     """Ends a thread of a run that cannot go on."""
 
 
-class _Party:
-    """One thread of a run: it runs only when it has the turn."""
-
-    def __init__(self, body: Callable[[], Any]) -> None:
-        self.body = body
-        self.turn = _held_lock()
-        self.ready: Callable[[], bool] = lambda: True
-        self.concerns_others = True  # whether what it does next is a choice
-        self.may_be_cut = False
-        self.is_cut = False
-        self.ended = False
-        self.outcome: Any = None
-
-
 def _held_lock() -> threading.Lock:
     """Return a lock that one thread acquires to wait, and another releases to let it go on."""
     lock = threading.Lock()
     lock.acquire()
     return lock
+
+
+@dataclass(eq=False)
+class _Party:
+    """One thread of a run: it runs only when it has the turn."""
+
+    body: Callable[[], Any]
+    turn: threading.Lock = field(default_factory=_held_lock)
+    ready: Callable[[], bool] = lambda: True
+    concerns_others: bool = True  # whether what it does next is a choice
+    may_be_cut: bool = False
+    is_cut: bool = False
+    ended: bool = False
+    outcome: Any = None
 
 
 class Run:
@@ -128,11 +128,9 @@ class Run:
             return alive[0] if alive else None
         taken = 0
         if len(options) > 1:
-            position = len(self.options)
-            if position == len(self.choices):
-                self.choices.append(0)
+            self.choices += [0] * (len(self.options) == len(self.choices))
+            taken = self.choices[len(self.options)]
             self.options.append(len(options))
-            taken = self.choices[position]
         taker, taker.is_cut = options[taken]
         self.cuts_left -= taker.is_cut
         return taker
@@ -160,20 +158,16 @@ def _with_the_lock_held(method: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-class _CooperativeQueue:
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-
-    def put(self, item: Any) -> None:
-        self.items.append(item)
+class _CooperativeQueue(list[Any]):
+    put = list.append
 
     def empty(self) -> bool:
-        return not self.items
+        return not self
 
     def get(self, timeout: float | None = None) -> Any:
-        if _run is not None and not self.items:
-            _run.step(lambda: bool(self.items), concerns_others=False, may_be_cut=timeout is not None)
-        return self.items.pop(0)
+        if _run is not None and not self:
+            _run.step(lambda: bool(self), concerns_others=False, may_be_cut=timeout is not None)
+        return self.pop(0)
 
 
 def _cooperative_sleep(seconds: float) -> None:
@@ -329,7 +323,7 @@ class _Scene:
         assert self.coordinator.is_over, "not over"
         for outcome in outcomes:
             assert not isinstance(outcome, AssertionError), outcome
-        items = [len(replica.mailbox.items) for replica in self.coordinator._records.values()]
+        items = [len(replica.mailbox) for replica in self.coordinator._records.values()]
         allowed = 0 if self.coordinator._broken is None else 1 + self.scenario.cuts
         assert max(items, default=0) <= allowed, "an item that nobody took"
         self._check_outcomes(outcomes[: self.number])

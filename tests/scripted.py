@@ -37,12 +37,10 @@ class Scripted(nn.Module):
 
     def forward(self, x: Tensor, replica: Tensor) -> Tensor:
         number = int(replica[0])
-        early = self.at(number, "before", x)
-        if early is not None:
+        if (early := self.at(number, "before", x)) is not None:
             return early
         y = self.stem(x)
-        early = self.at(number, "between", y)
-        if early is not None:
+        if (early := self.at(number, "between", y)) is not None:
             return early
         y = self.head(y * 2)
         self.at(number, "after", y)

@@ -137,14 +137,10 @@ def train_both(model: nn.Module, input: Tensor) -> dict[str, float]:
 
 
 def differences(plain: nn.Module, wrapper: nn.Module, input: Tensor, steps: int = 2) -> dict[str, float]:
-    """Train `plain` and a `wrapper` of a copy of it alike, and return how much they differ at most.
+    """Train `plain` and a `wrapper` of a copy alike; return how much outputs, gradients and state differ at most.
 
-    A step is a forward, a backward with random upstream gradients for all outputs, and one of SGD. Differences are
-    relative to the largest value of each tensor, but at least to a millionth of the largest value of all tensors of its
-    kind, because a normalization leaves gradients behind, and so biases, that are zero but for rounding.
-
-    Returns:
-        The largest differences of outputs, of gradients, and of state (parameters and buffers).
+    Differences are relative to the largest value of each tensor, but at least to a millionth of the largest value of
+    all tensors of its kind: gradients of biases before a normalization are zero but for rounding.
     """
     module: nn.Module = wrapper.module
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (plain, module)]
@@ -166,10 +162,9 @@ def differences(plain: nn.Module, wrapper: nn.Module, input: Tensor, steps: int 
         torch.autograd.backward(expected, grads)
         torch.autograd.backward(actual, grads)
         compare("outputs", actual, expected)
-        pairs = list(zip(module.parameters(), plain.parameters(), strict=True))
-        assert all((a.grad is None) == (e.grad is None) for a, e in pairs)
-        trained = [(a.grad, e.grad) for a, e in pairs if a.grad is not None and e.grad is not None]
-        compare("gradients", [a for a, _ in trained], [e for _, e in trained])
+        actual, expected = ([parameter.grad for parameter in net.parameters()] for net in (module, plain))
+        assert [grad is None for grad in actual] == [grad is None for grad in expected]
+        compare("gradients", *([grad for grad in grads if grad is not None] for grads in (actual, expected)))
         for optimizer in optimizers:
             optimizer.step()
         assert list(module.state_dict()) == list(plain.state_dict())

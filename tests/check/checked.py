@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import Net
 from torch import nn
 
@@ -191,10 +190,6 @@ def follow_gradient(self, x):
 
 def mean_square(self, x):
     return self.parts[0](x).square().mean()
-
-
-def normalize_always(self, x, norm):
-    return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, 0.1)
 
 
 def try_first(self, x):

@@ -56,9 +56,7 @@ def headed(inside, head):
 
 HEADS = {
     "norm": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)),
-    "converted norm": lambda: convert_model(nn.BatchNorm1d(4)),
-    "mix": lambda: Apply(mix),
-    "random numbers": lambda: Apply(lambda self, x: x + torch.rand_like(x)),
+    "random numbers": lambda: Apply(lambda self, x: mix(self, x) + torch.rand_like(x)),
     "loss": lambda: Apply(lambda self, x: x.square().mean()),
 }
 
@@ -78,10 +76,14 @@ def test_a_fault_in_a_wrapper_that_a_model_contains_is_named():
 
 
 def test_what_a_wrapper_has_beside_its_module_stays_as_it_is():
-    own = wrapper_with(nn.Linear(6, 4), forward=lambda self, x: self.norm(DataParallelWithCallback.forward(self, x)))
-    own.norm = nn.BatchNorm1d(4)
+    def forward(self, x):
+        return self.norm(DataParallelWithCallback.forward(self, x)) * self.factor
+
+    own = wrapper_with(nn.Linear(6, 4), forward=forward, factor=2)
+    own.norm, own.factor = nn.BatchNorm1d(4), torch.ones(4)
     assert_matches_one_device(nn.Sequential(own, nn.BatchNorm1d(4)), BATCH)
     assert own.norm.num_batches_tracked == 0
+    assert_matches_one_device(own.double(), BATCH)
 
 
 def test_a_model_that_contains_several_wrappers_is_refused():
@@ -97,10 +99,6 @@ def test_of_wrappers_in_each_other_the_outermost_one_makes_the_replicas():
     assert_matches_one_device(wrapped(nn.Sequential(nn.Linear(3, 4), inside)), VECTORS[:3])
     wrong = headed([inside, Apply(mix)], nn.BatchNorm1d(4))
     assert_names("output of backbone.module.2 (Apply)", wrong, VECTORS[:3])
-
-
-def in_dicts(self, inputs, kwargs, device_ids):
-    return [({"x": x},) for x in inputs[0].chunk(len(device_ids))], [{}] * len(device_ids)
 
 
 def number_first(self, inputs, kwargs, device_ids):
@@ -122,7 +120,6 @@ class OfTorch(nn.DataParallel):
 
 
 SCATTERS = {
-    "dicts": (in_dicts, (BATCH,), {}, lambda self, batch: self.parts[0](batch["x"])),
     "number first": (number_first, (2.0, BATCH), {}, lambda self, number, x: number * self.parts[0](x)),
     "keyword arguments only": (by_name, (), {"x": BATCH}, lambda self, x: self.parts[0](x)),
     "list of samples": (cut_list, (list(BATCH),), {}, lambda self, samples: self.parts[0](torch.stack(samples))),
@@ -195,17 +192,16 @@ OF_TORCH = {
 
 
 @pytest.mark.parametrize("step", OF_TORCH)
-def test_a_step_that_calls_that_of_torch_is_named(step):
+@pytest.mark.parametrize("around", [lambda parallel: parallel, nn.Sequential], ids=["alone", "contained"])
+def test_a_step_that_calls_that_of_torch_is_named(step, around):
     parallel = wrapper_with(nn.Linear(6, 6), **{step: OF_TORCH[step]})
-    for model in (parallel, nn.Sequential(parallel)):
-        with pytest.raises(RuntimeError, match=rf"your {step} calls that of torch.*call super\(\).{step}\("):
-            assert_matches_one_device(model, BATCH)
+    with pytest.raises(RuntimeError, match=rf"your {step} calls that of torch.*call super\(\).{step}\("):
+        assert_matches_one_device(around(parallel), BATCH)
 
 
 GATHERED = {  # what a gather of one's own makes of the scores; which class cannot be looked into
     "object": (Result, "output of class Result"),
     "object beside a tensor": (lambda scores: {"a": scores, "b": [Result(scores)]}, r"output\['b'\]\[0\] of class Res"),
-    "object in an object": (lambda scores: Result(Result(scores)), "output of class Result"),
     "array": (lambda scores: scores.detach().numpy(), "output of class ndarray"),
     "dataclass": (Batch, None),
     "number": (len, None),
@@ -266,25 +262,21 @@ def test_a_list_that_a_gather_returns_is_joined_to_compare_it():
     assert_names(text, parallel, BATCH, loss=mean_of_list, never="depends on more")
 
 
-def test_a_loss_gets_on_one_device_what_the_model_returns():
-    dims = []
-    model = Apply(lambda self, x: x.square().mean())
+def test_the_loss_of_one_device_is_what_the_model_returns():
+    model, dims = Apply(mean_square, nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))), []
     loss = lambda losses: dims.append(losses.dim()) or losses.mean()  # noqa: E731
-    quietly(lambda: assert_matches_one_device(model, VECTORS, loss=loss))
+    quietly(lambda: assert_matches_one_device(Apply(lambda self, x: x.square().mean()), VECTORS, loss=loss))
     assert dims == [0, 1] * 3  # passes
-
-
-def test_without_a_loss_the_numbers_are_those_that_the_module_returns():
-    model = Apply(mean_square, nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
     expected = copy.deepcopy(model)(BATCH).item()
     assert_names(f"one device returns {expected:.5g}"[:-2], convert_model(model))
 
 
-@pytest.mark.parametrize("word", ["mode", "replica", "module", "name", "args", "inputs", "wrapper", "number", "index"])
-def test_forward_gets_keywords_of_any_name(word):
-    namespace = {}
-    exec(f"def forward(self, x, {word}):\n    return self.parts[0](x) * len({word})", namespace)
-    assert_matches_one_device(wrapped(norm_or_mix(True, namespace["forward"])), BATCH, kwargs={word: "generator"})
+def test_forward_gets_keywords_of_any_name():
+    def forward(self, x, mode, replica, module, name, args, inputs, wrapper, number, index):
+        return self.parts[0](x) * len([mode, replica, module, name, args, inputs, wrapper, number, index])
+
+    kwargs = dict.fromkeys(("mode", "replica", "module", "name", "args", "inputs", "wrapper", "number", "index"), "a")
+    assert_matches_one_device(wrapped(norm_or_mix(True, forward)), BATCH, kwargs=kwargs)
 
 
 def test_a_forward_of_the_wrapper_is_used():
@@ -303,15 +295,6 @@ def test_a_forward_of_the_wrapper_may_cut_the_batch_in_another_way():
     )
     assert_matches_one_device(right, BATCH[None])
     assert_names("outputs differ, ...own forward", wrong, BATCH[None])
-
-
-def test_a_wrapper_keeps_its_attributes_and_modules_in_the_check():
-    def forward(self, x):
-        return self.head(DataParallelWithCallback.forward(self, x)) * self.factor
-
-    parallel = wrapper_with(nn.Linear(6, 6), forward=forward, factor=2)
-    parallel.head, parallel.factor = nn.Linear(6, 2).double(), 3
-    assert_matches_one_device(parallel, BATCH)
 
 
 def test_errors_of_replicas_have_the_names_of_the_model():

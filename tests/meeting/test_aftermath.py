@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import first_in_smoke
+from conftest import first_in_smoke, slow
 from forks import forked, let_python_swallow, needs_fork
 from helpers import assert_equal, end_from_outside
 from scripted import WRAPPERS, R, Scripted, TorchStyle, assert_next_forward_is_right, batch, raising, scripted
@@ -47,7 +47,7 @@ def _step(parallel: nn.DataParallel) -> None:
 
 
 @pytest.mark.parametrize("failure", first_in_smoke(FAILURES))
-@pytest.mark.parametrize("name", ["wrapper", "patched"])
+@pytest.mark.parametrize("name", ["wrapper", *slow("patched")])
 def test_steps_leave_nothing_behind(name, failure):
     def numbers() -> tuple[int, int]:
         objects = gc.get_objects()
@@ -153,33 +153,6 @@ def test_replica_that_fails_late_leaves_the_next_forward_alone(monkeypatch):
     expected = copy.deepcopy(model)(*inputs)
     model.steps = {(1, "between"): ends_it}
     assert_equal(parallel(*inputs), expected)
-    assert parallel.released
-
-
-@pytest.mark.parametrize("error", [TimeoutError("an alarm"), KeyboardInterrupt()])
-def test_error_of_the_caller_reaches_it_once_the_replicas_were_released_and_have_left(monkeypatch, error):
-    aborts, left, abort = threading.Event(), [], Coordinator.abort
-
-    def abort_patiently(coordinator: Coordinator, error: BaseException, seconds: float) -> None:
-        aborts.set()
-        abort(coordinator, error, 1000.0)  # much longer than a test may take
-
-    def is_busy(model: Scripted, x: Tensor) -> None:
-        GivesUp.begun.set()
-        aborts.wait()
-        try:
-            model.stem(x)
-        finally:
-            left.append(threading.current_thread())
-
-    monkeypatch.setattr(Coordinator, "abort", abort_patiently)
-    parallel = patch_replication_callback(GivesUp(scripted((0, "before", is_busy)), R))
-    parallel.error = error
-    with pytest.raises(type(error)) as caught:
-        parallel(*batch())
-    assert caught.value is error
-    assert left == [parallel.thread]
-    parallel.thread.join()
     assert parallel.released
 
 

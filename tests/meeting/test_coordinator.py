@@ -8,7 +8,7 @@ import linecache
 import re
 import sys
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 
@@ -70,6 +70,16 @@ def test_merge_that_exchanges_with_those_who_wait_for_it_is_a_cycle():
     with pytest.raises(ReplicaSyncError, match=r"to reach the same layer, but got replica 0 .* in inner, call 1, "):
         coordinator.send(inner, MASTER, None)
     assert isinstance(waiting.outcome(), ReplicaSyncError)
+
+
+def test_three_replicas_that_wait_for_each_other_in_a_circle_are_named():
+    coordinator = Coordinator(["cpu"] * 3)
+    waiting = [Waiting(coordinator, layer_of(str(pair), pair), pair[0]) for pair in ((1, 2), (2, 0))]
+    with pytest.raises(
+        ReplicaSyncError, match=r"got replica 0 .* in layer, .* 1 .* in \(1, 2\), .* 2 .* in \(2, 0\), "
+    ):
+        call(coordinator, layer_of(), 0)
+    assert [type(replica.outcome()) for replica in waiting] == [ReplicaSyncError] * 2
 
 
 def test_second_thread_of_a_replica_is_refused_while_the_first_waits():
@@ -216,6 +226,17 @@ class ControlC:
 
     def __exit__(self, *args):
         sys.settrace(None)
+
+
+def test_timeout_names_a_replica_whose_end_was_interrupted():
+    texts = []
+    for line in range(1, 10):
+        coordinator = Coordinator(["cpu"] * 2, timeout=0.01)
+        waiting = Waiting(coordinator, layer_of(), 0)
+        with suppress(KeyboardInterrupt), ControlC(line):
+            coordinator.leave(1)
+        texts.append(str(waiting.outcome()))
+    assert any("waits for replica 1 on device cpu, which left its forward (layer, call 1)" in text for text in texts)
 
 
 class Pair:

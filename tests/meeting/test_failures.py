@@ -2,12 +2,11 @@
 
 import copy
 import dataclasses
-import re
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -37,24 +36,15 @@ from sync_batchnorm import (
 )
 
 
-@contextmanager
-def raises(parallel: nn.DataParallel, kind: type[BaseException], replica: int, text: str) -> Iterator[None]:
-    """Expect that an error of a replica reaches the caller as itself.
-
-    Where a wrapper starts its threads itself, the caller gets what the user's code raises, which is the error of the
-    lowest replica: it is the original, or it says who failed.
-    """
-    with pytest.raises((kind, ReplicaSyncError)) as caught:
-        yield
+def assert_is_of_replica(
+    error: BaseException, kind: type[BaseException], replica: int, parallel: nn.DataParallel
+) -> None:
+    """Check that an error has reached the caller as itself; a wrapper that starts its threads itself adds no note."""
+    assert type(error) is kind
+    assert str(error) == "the cause"
     if not isinstance(parallel, OwnForward):
-        assert type(caught.value) is kind
-        assert re.search(text, str(caught.value))
-        assert caught.value.__notes__[-1].startswith(f"Caught {kind.__name__} in replica {replica} on device cpu.\n")
-        assert caught.value.__notes__[-1].endswith(f": {caught.value}")
-    elif isinstance(caught.value, ReplicaSyncError):
-        assert f"but got {kind.__name__} in replica {replica} on device cpu; fix that error" in str(caught.value)
-    else:
-        assert re.search(text, str(caught.value))
+        assert error.__notes__[-1].startswith(f"Caught {kind.__name__} in replica {replica} on device cpu.\n")
+        assert error.__notes__[-1].endswith(": the cause")
 
 
 COMPLETED = {"before": (0, 0), "between": (1, 0), "after": (1, 1)}
@@ -62,11 +52,14 @@ COMPLETED = {"before": (0, 0), "between": (1, 0), "after": (1, 1)}
 
 @pytest.mark.parametrize("place", first_in_smoke(COMPLETED))
 @pytest.mark.parametrize("replica", [0, 1, *slow(2)])
-@pytest.mark.parametrize("kind", [LookupError, *slow(torch.OutOfMemoryError)])
-def test_exception_of_a_replica_reaches_the_caller_as_itself(wrap, kind, replica, place):
-    parallel = wrap(scripted((replica, place, raising(kind("the cause")))))
-    with raises(parallel, kind, replica, "^the cause$"):
+def test_exception_of_a_replica_reaches_the_caller_as_itself(wrap, replica, place):
+    parallel = wrap(scripted((replica, place, raising(LookupError("the cause")))))
+    with pytest.raises((LookupError, ReplicaSyncError)) as caught:
         parallel(*batch())
+    if isinstance(parallel, OwnForward) and isinstance(caught.value, ReplicaSyncError):
+        assert f"but got LookupError in replica {replica} on device cpu; fix that error" in str(caught.value)
+    else:
+        assert_is_of_replica(caught.value, LookupError, replica, parallel)
     assert_next_forward_is_right(parallel, COMPLETED[place])
 
 
@@ -197,19 +190,17 @@ def test_exception_raised_while_being_released_gives_way_to_the_original(wrap):
             {}["not there"]
 
     parallel = wrap(scripted((0, "before", cleans_up_badly), (2, "before", raising(ArithmeticError("the cause")))))
+    with pytest.raises((ArithmeticError, KeyError)) as caught:
+        parallel(*batch())
     if isinstance(parallel, OwnForward):  # It raises the error of the lowest replica.
-        with pytest.raises(KeyError, match="not there"):
-            parallel(*batch())
+        assert type(caught.value) is KeyError
     else:
-        with raises(parallel, ArithmeticError, 2, "the cause"):
-            parallel(*batch())
+        assert_is_of_replica(caught.value, ArithmeticError, 2, parallel)
     assert_next_forward_is_right(parallel, (0, 0))
 
 
 @pytest.mark.parametrize("place", list(COMPLETED))
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), SystemExit(3), *slow(GeneratorExit())], ids=lambda e: type(e).__name__
-)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
 @pytest.mark.parametrize("name", ["wrapper", "patched", "own-parallel_apply"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of threads of the user's own
 def test_exception_that_is_no_exception_reaches_the_caller(name, error, place):
