@@ -137,6 +137,9 @@ class TwinRun(Twin):
         if check.path:
             self.module.set_submodule(check.path, self.parallel)
             self.parallel.register_forward_pre_hook(check.note_rows, with_kwargs=True)
+        else:  # The user's wrapper may contain other modules, such as a norm for the gathered output: copy them, too.
+            others = {name: child for name, child in self.parallel.named_children() if name != "module"}
+            self.parallel._modules.update(copied(others, check.dtype))
         self.move_constants(is_moved)
         self.move(-1, noise)
         for before in range(index):
