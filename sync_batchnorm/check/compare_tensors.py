@@ -22,8 +22,8 @@ class Rows(NamedTuple):
     total: int  # number of rows of the batch
 
 
-# Relative differences are divided by at least this number, even if all values of a tensor are smaller. The number is
-# arbitrary.
+# A relative difference is the absolute difference, divided by the largest value of the tensor, or by this number if the
+# largest value is smaller. The number is arbitrary.
 LEAST = 1e-6
 NOT_FINITE = 1e99  # gap between two numbers if only one of them is finite
 SCALARS = (bool, int, float, str)
@@ -43,7 +43,7 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
 
     Args:
         actual, expected: the tensors.
-        size: smallest divisor, for expected tensors with smaller values.
+        size: the divisor, if the largest expected value is smaller.
         rounding: largest absolute difference that counts as rounding.
     """
     if actual.shape != expected.shape:
@@ -123,7 +123,7 @@ def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, shape: tuple[int, int]
 
 
 def dims_of_samples(whole: Tensor, chunk: Tensor, rows: Rows) -> list[int]:
-    """Return the dimensions that hold samples: their sizes are proportional to the number of rows.
+    """Return the dimensions that hold samples. Their sizes are proportional to the number of rows.
 
     A similarity matrix has two such dimensions.
     """
@@ -247,8 +247,8 @@ def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Ten
 def fits(actual: Tensor, right: Tensor) -> bool:
     """Return whether two tensors can be compared.
 
-    Tensors can be compared if their shapes are equal. Tensors with equally many rows and dimensions can be compared,
-    too, because only the padding of their rows may differ.
+    Equal shapes can be compared. Shapes with the same number of rows and of dimensions can be compared, too, because
+    their rows may only be padded to different lengths.
     """
     return actual.shape == right.shape or (actual.dim() == right.dim() > 1 and len(actual) == len(right))
 
