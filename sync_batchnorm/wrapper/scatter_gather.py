@@ -158,8 +158,8 @@ def _is_misplaced(leaf: Leaf) -> bool:
     """Return whether a leaf of a replica's output is forbidden, because gathering would lose its values.
 
     If a leaf is not a tensor, gathering keeps only the value of replica 0. So a number is forbidden: it may differ
-    between replicas, as a count or a loss does. Any other object is allowed beside tensors in a mapping or dataclass,
-    and wherever `out_dims` names it.
+    between replicas, as a count or a loss does. Any other object, such as a string, is allowed inside a mapping or
+    dataclass, and wherever `out_dims` names it.
     """
     value = leaf.value
     if leaf.dim is None or value is None or isinstance(value, (Tensor, list)):
