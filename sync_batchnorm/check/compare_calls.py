@@ -38,7 +38,7 @@ class RecordMode(CheckMode):
         self.calls[call.key] = call
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor.
+        """Return a copy of a tensor for the record.
 
         If no operation has changed the tensor in place since it was last copied, return the same copy again.
         """
@@ -97,7 +97,7 @@ def contains_synchronized(module: nn.Module) -> bool:
 def suspects_in(call: ModuleCall, model: nn.Module) -> dict[int, ModuleCall]:
     """Find the replicas in which a module call gets right inputs, but returns a wrong output.
 
-    The result is a dict from the number of each such replica to the module call in this replica.
+    The result is a dict from the number of each replica with a wrong output to the module call in this replica.
 
     The output of a synchronized layer depends on the inputs in all replicas. If the inputs in any replica are wrong,
     the layer itself may be correct, and the result is an empty dict.
