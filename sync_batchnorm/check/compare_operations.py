@@ -117,7 +117,7 @@ class Operation:
         return [pair for pair in self.different_inputs if any(isinstance(origin, Operation) for origin in pair)]
 
     def gets_another(self) -> bool:
-        """Return whether an input tensor differs from one device, and comes from outside the observed code."""
+        """Return whether an input tensor from outside the observed code differs from the same input on one device."""
         return (None, None) in self.different_inputs
 
     def is_candidate(self) -> bool:
@@ -125,16 +125,19 @@ class Operation:
         return self.differs and self.fits and bool(self.origins() or not self.synchronizes)
 
     def gets_the_same(self) -> bool:
-        """Return whether the inputs that come from other operations all agree with one device."""
+        """Return whether all inputs that were made by other operations agree with one device."""
         return self.on_one is not None and not self.origins()
 
     def gets_the_same_floats(self) -> bool:
-        """Return whether all inputs from other operations agree, and no result is an integer or boolean tensor."""
+        """Return whether the inputs from other operations agree with one device, and no result is integer or boolean."""
         results = tensors_of(self.on_one and self.on_one.result)
         return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
     def roots(self) -> "set[Operation | None]":
-        """Return the operations where the differences in the inputs begin; None stands for an unknown operation."""
+        """Return the operations that first caused the differences in the inputs.
+
+        None stands for an operation that is unknown.
+        """
         pairs = self.origins()
         origins = {here if here and here.on_one is there and here.differs else None for here, there in pairs}
         roots = {root for origin in origins for root in (origin.roots() if origin else {None})} or {self}
@@ -282,7 +285,7 @@ class CorrectOperations(_OperationMode):
 
     Args:
         one: the operations on one device.
-        rows: the rows of the replica in a forward pass, or the rows of all replicas in a backward pass.
+        rows: the rows of the replica's chunk in a forward pass, or the rows of all chunks in a backward pass.
         accepts: whether to replace the wrong result of an operation.
     """
 
@@ -295,7 +298,7 @@ class CorrectOperations(_OperationMode):
         self.is_right = False  # whether the output of the observed call agrees with one device
         self.output: Any = None  # output of the observed call
         # An operation that does not exist in the model: its input is the output of the observed module call. The search
-        # for a line that only one side has run starts here.
+        # for a line that ran only on one device, or only in the replica, starts here.
         self.of_output: Operation | None = None
 
     def end(self, call: ModuleCall, output: Any) -> Any:
