@@ -26,8 +26,9 @@ from .twin import CheckMode, Twin, copied, go_backward, pads_samples, rows_of_ch
 __all__: list[str] = []
 
 IN_FORWARD = ("output", "value", "loss")  # kinds of results that need no backward pass
-# Backward passes take most of the time, so only this number of passes, the first ones, include a backward pass. One is
-# not enough: if a replica loses state in the first pass, perhaps only the gradients of the second pass are wrong.
+# Backward passes take most of the time, so only this number of passes, the first ones, include a backward pass. One
+# backward pass is not enough: if a replica loses state in the first pass, perhaps only the gradients of the second pass
+# are wrong.
 _TRAINING = 2
 # To measure rounding errors, parameters are perturbed by about this fraction of their values.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -415,7 +416,7 @@ def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
 
 
 def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey, float]:
-    """Perturb parameters, and return for each result its change, multiplied by a safety margin.
+    """Run the pass with perturbed parameters; return the change of each result, multiplied by a safety margin.
 
     A result may change by different amounts in replicas and on one device. The larger of the two amounts counts.
 
