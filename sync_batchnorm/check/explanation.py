@@ -119,7 +119,7 @@ class Investigation:
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
         # The cause from `cause_of` is wrong in two cases. First, it blames a buffer that changes in place, which is no
         # fault in a synchronized layer. Second, it blames the user's loss function, which may get a list from the
-        # user's `gather`, but a tensor on one device.
+        # user's `gather`, but gets a tensor on one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 
@@ -252,7 +252,7 @@ class Investigation:
 
         If the output changes from call to call with the same inputs, return False.
 
-        For this test, a copy of the module runs outside the model: twice with the inputs of replica `number`, and once
+        A copy of the module runs three times, outside the model: twice with the inputs in replica `number`, and once
         with the inputs on one device.
         """
         with suppress(Exception), CheckMode(self._check.dtype):
@@ -308,10 +308,10 @@ def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], r
     """Return sentences that tell whether the sum or mean of the replicas' values is the value on one device.
 
     Args:
-        of_replicas: the value of each replica.
-        on_one: the value on one device.
+        of_replicas: the values of the scalar in all replicas.
+        on_one: the value of the scalar on one device.
         name: name of the output, for the message.
-        sizes: number of rows in the chunk of each replica.
+        sizes: for each replica, the number of rows in its chunk.
         remedy: advice if neither the sum nor a mean is the value on one device.
     """
     ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
