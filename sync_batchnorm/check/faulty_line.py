@@ -135,10 +135,12 @@ def _origin_of(operation: Operation) -> Operation | None:
         # The wrong input comes from a synchronized layer. In this replica, the layer gets the same inputs as on one
         # device, so the fault lies in another replica.
         return None
-    # `root` may be correct although the shape of its result differs, because it may select rows by their values.
+    # The operation `root` may be correct although the shape of its result differs, because it may select rows by their
+    # values.
     if root and not root.fits and root.has_size_of_values():
         root = None if any(here and here.fits for here, _ in operation.origins()) else operation
-    # A call of a submodule cannot be the origin, because the check would have named a faulty submodule before.
+    # A call of a submodule cannot be the origin of a fault, because the check would have named a faulty submodule
+    # before.
     return root if root and (root is not operation or operation.called) else None
 
 
@@ -189,7 +191,7 @@ def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation)
     first, again, other = (RecordOperations(check.dtype, key) for _ in range(3))
     for seed, mode in ((index, first), (index, again), (index + 1, other)):
         side.take(seed, "output", [mode])
-    with suppress(LookupError):  # The operation may not run in each of these passes, and then is not found.
+    with suppress(LookupError):  # In some of the passes, the operation may not have run.
         if _varies(operation, first, again):
             return CHANGES
         if _varies(operation, again, other):
