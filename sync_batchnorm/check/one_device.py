@@ -107,13 +107,13 @@ def _random_states_kept() -> Iterator[None]:
 def _compare(check: Check) -> str:
     """Raise an error for the first difference that is not a rounding error.
 
-    If there is none, return a warning about chunks of equal size, or "" if no warning is needed.
+    If all results agree, return a warning about chunks of equal size, or "" if no warning is needed.
     """
     one, many, doubt = None, None, ""
     for index in range(_PASSES):
         one = one or TwinRun(check, True, index)
         of_one = _on_one_device(check, one, index)
-        many = many or TwinRun(check, False, index)  # Only now make the copy for replicas, which needs memory.
+        many = many or TwinRun(check, False, index)  # Make this copy only now, because it takes memory.
         of_many = many.take(index)
         _refuse_unseen(check, of_many)
         doubt = doubt or _hidden_by_equal_chunks(check, of_one, of_many)
@@ -130,7 +130,7 @@ def _hidden_by_equal_chunks(check: Check, one: Observed, many: Observed) -> str:
     """Return a warning if each replica may return the mean of its chunk, and all chunks have equal sizes, else "".
 
     If each replica returns the mean of its chunk, the mean of these values is the mean of the batch only for chunks of
-    equal size. So a check with equal chunks cannot find this error.
+    equal size. So a check with equal chunks does not notice that the value is wrong for chunks of different sizes.
     """
     are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
     if len({len(rows.here) for rows in check.rows}) > 1 or not are_means:
