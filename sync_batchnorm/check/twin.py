@@ -66,7 +66,7 @@ class ModuleCall:
 
     module: Any  # the called module, or None for code outside of all modules
     key: CallKey
-    # Those of the functions "batch_norm", "sync_batch_norm" and "grad" that the module calls directly.
+    # The functions that the module calls directly, among "batch_norm", "sync_batch_norm" and "grad"
     called: set[str] = field(default_factory=set)
     # The arguments of the call: (args, kwargs). A call on one device keeps a copy of its arguments. A call in a replica
     # keeps its arguments only if its output is wrong.
@@ -201,7 +201,8 @@ class Twin:
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)
             if isinstance(module, _SynchronizedBatchNorm):
-                # A batch norm on one device always uses the rule "plus" for eps, so replicas must use this rule, too.
+                # On one device, batch norm always adds eps to the variance (the rule "plus"), so replicas must do so,
+                # too.
                 module.__dict__["eps_mode"] = "plus"
                 # On one device, use the class that the layer had before its conversion.
                 if is_one and module._former_class is not None:
@@ -229,8 +230,8 @@ class Twin:
     def text_of_hooks(self) -> str:
         """Return a note about a hook that refers to the user's model in place of this copy, or "".
 
-        Such a hook writes a value into an attribute or a container of the user's model. The methods of the copied model
-        read the attribute of the copy instead, and never see this value.
+        A hook of this kind writes a value into an attribute or a container of the user's model. The methods of the
+        copied model read the attribute of the copy instead, and never see this value.
         """
         original = self._original.named_modules()
         held = [(f"{name}.{key}", value) for name, child in original for key, value in vars(child).items()]
@@ -266,7 +267,8 @@ class Twin:
 
     @torch.no_grad()
     def move_constants(self, is_moved: bool) -> None:
-        """Perturb parameters with equal entries: a weight of zeros, for example, would hide errors before its layer."""
+        """Perturb parameters with equal entries: a weight of zeros, for example, would hide errors of earlier
+        layers."""
         for name, parameter in self.module.named_parameters():
             if is_moved and _trains(parameter) and bool(parameter.eq(first := parameter.flatten()[0]).all()):
                 size = (0.1 * first.abs()).clamp(min=0.02) * (0.5 + _numbers_like(parameter, name).abs())
@@ -311,7 +313,7 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
 
     Args:
         hook: a hook of the user's model.
-        copies: the copy of each module, by the id of the user's module.
+        copies: maps the id of each module in the user's model to the copied module.
     """
     closure = list[Any]()
     with suppress(ValueError):  # A variable in the closure of a hook may have no value yet.
@@ -342,10 +344,10 @@ def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
     grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
     for leaf, _ in grads:
         leaf.grad = None  # If the user's gradient stayed in `.grad`, autograd would add to this tensor in place.
-    # In the backward pass, activation checkpointing runs parts of the forward pass again. These parts need the function
-    # mode, too.
+    # In the backward pass, activation checkpointing runs parts of the forward pass again. These parts need the torch
+    # function mode `mode`, too.
     with mode:
-        torch.autograd.backward(edge)  # Pass an edge: for a tensor, torch would disable the function mode.
+        torch.autograd.backward(edge)  # Pass a graph edge: with a tensor, torch disables the function mode.
     for leaf, grad in grads:
         leaf.grad = grad
 
@@ -355,7 +357,7 @@ _USUAL = {getattr(cls, name) for cls in (nn.DataParallel, DataParallelWithCallba
 
 
 class CheckedWrapper(DataParallelWithCallback):
-    """A `DataParallel` wrapper whose replicas all run on the CPU, each in a function mode of its own."""
+    """A `DataParallel` wrapper whose replicas all run on the CPU, each in its own torch function mode."""
 
     overridden: Sequence[str] = ()  # names of the methods that the class of the user's wrapper overrides
     modes: Sequence[CheckMode]  # function mode of each replica
@@ -427,14 +429,14 @@ def pads_samples(parallel: CheckedWrapper, inputs: Any, kwargs: Any) -> bool:
 
 
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:
-    """Return the number of rows in each chunk, for chunks that the user's own `scatter` has made.
+    """Return the number of rows in each of the chunks that the user's own `scatter` has made.
 
     A dimension holds samples if its sizes in all chunks add up to a size in the batch, as 2 + 2 + 1 rows add up to 5.
     The sizes in the first such dimension are returned. If no tensor has such a dimension, the lengths of lists are
     returned.
 
     Args:
-        chunks: (args, kwargs) of each chunk.
+        chunks: a list of pairs (args, kwargs), one pair for each chunk.
         arguments: (args, kwargs) of the batch.
         dim: dimension of samples in tensors, to try first.
     """
