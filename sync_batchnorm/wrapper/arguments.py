@@ -101,7 +101,7 @@ class Arguments:
         self.sizes = self._sizes() if most > 1 and (inputs or kwargs) else []
 
     def chunks(self, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Sequence[Any]]:
-        """Return two lists with one entry for each chunk: its positional arguments, and its keyword arguments.
+        """Return two lists: the positional arguments of each chunk, and the keyword arguments of each chunk.
 
         In a call without arguments, there are no chunks, as in torch. A single chunk is not copied if it is already on
         the device of its replica.
@@ -165,8 +165,7 @@ class Arguments:
 
     @functools.cached_property
     def dims(self) -> list[int | None]:
-        """For each leaf of `tree`, the dimension along which the leaf is split; None if it is no tensor, or is not
-        split."""
+        """The dimension along which each leaf of `tree` is split; None if the leaf is no tensor, or is not split."""
         return list(map(self._dim_of, self.tree.leaves))
 
     def describe_split(self) -> str:
