@@ -49,8 +49,8 @@ _READ += f"get an older value, or none. {REGISTER}"
 # the attribute. The counter is not an attribute of the wrapper, so a copy or pickle of a wrapper begins at zero.
 _looks: "WeakKeyDictionary[nn.Module, Counter[Any]]" = WeakKeyDictionary()
 
-# For each wrapped module, a counter: how many forward passes changed a parameter in place, by the name of the
-# parameter.
+# For each wrapped module, a counter. It maps the name of each parameter to the number of forward passes that changed
+# the parameter in place.
 _changes: "WeakKeyDictionary[nn.Module, Counter[str]]" = WeakKeyDictionary()
 
 # The state of a model at one moment. For each module: (the prefix of names in this module, such as "layer1.bn."; its
@@ -87,7 +87,7 @@ class Look:
 
     def note(self) -> str:
         """Return a text about hooks that set or read attributes of the model, for the note on an error."""
-        # The failure may have left replicas or devices in a broken state, and any access may raise another error.
+        # After a failure, replicas or devices may be in a broken state, and any access to them may raise another error.
         with suppress(Exception):
             return " ".join([f"In this forward pass, {text}." for text in self._texts(has_ended=False)])
         return ""
@@ -111,7 +111,7 @@ class Look:
         on_model, on_replica = _reassigned(self._of_model), _reassigned(self._of_replica)
         changed = [(name, old) for name, (_, _, old, new) in on_model.items() if not _are_equal(old, new)]
         # Skip an attribute that was missing or None before this forward pass: it may be a cache, which is filled only
-        # once. If it is no cache, it changes again in a later forward pass, and the warning then names it.
+        # once. If the attribute is no cache, it changes again in a later forward pass, and the warning then names it.
         yield _SET, {name: (name, "") for name, old in changed if old is not None or not has_ended}
         found: Found = {}
         for _, hook, variables in hooks_of(self._original) if on_replica else ():
