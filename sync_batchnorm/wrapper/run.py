@@ -110,8 +110,8 @@ class ForwardPass:
         except BaseException as error:
             raised = error
         failure = self._failure(raised, describe)
-        # Forget the runs of this forward pass. Otherwise, if a replica is stuck, `prepared_runs` would return them in
-        # the next forward pass, because this forward pass does not count as over.
+        # Forget the runs of this forward pass. Otherwise, if a replica is stuck, `prepared_runs` would return these
+        # runs in the next forward pass, because this forward pass does not count as over.
         _prepared.set(())
         if failure is not None:
             try:
@@ -165,7 +165,7 @@ class ForwardPass:
 
 @cache
 def _autocast_device_types() -> Sequence[str]:
-    """Return the device types for which autocast can be switched on separately: "cpu" and that of the accelerator."""
+    """Return the device types with an autocast setting of their own: "cpu", and the type of the accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
