@@ -129,7 +129,7 @@ class Operation:
         return self.on_one is not None and not self.origins()
 
     def gets_the_same_floats(self) -> bool:
-        """Return whether the inputs from other operations agree with one device, and no result is integer or boolean."""
+        """Return whether inputs from other operations agree with one device, and no result is integer or boolean."""
         results = tensors_of(self.on_one and self.on_one.result)
         return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
