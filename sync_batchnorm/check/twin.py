@@ -135,8 +135,8 @@ class CheckMode(TorchFunctionMode):
         if isinstance(error, Exception) and (self.failed is None or self.failed[1] is not error):
             self.failed = self._running[-1], error
         # After an error, the stack `_running` may still contain calls that have ended, if the error skipped our hook at
-        # the end of a call. It may also lack the call of `module`, if a hook of the user failed before our hook at the
-        # start of the call.
+        # the end of a call. It may also lack the call that ends now, if a hook of the user failed before our hook at
+        # the start of the call.
         while any(call.module is module for call in self._running):
             call = self._running.pop()
             if call.module is module:
@@ -201,8 +201,7 @@ class Twin:
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)
             if isinstance(module, _SynchronizedBatchNorm):
-                # On one device, batch norm always adds eps to the variance (the rule "plus"), so replicas must do so,
-                # too.
+                # On one device, batch norm always adds eps to the variance (the rule "plus"), so replicas must, too.
                 module.__dict__["eps_mode"] = "plus"
                 # On one device, use the class that the layer had before its conversion.
                 if is_one and module._former_class is not None:
@@ -230,8 +229,8 @@ class Twin:
     def text_of_hooks(self) -> str:
         """Return a note about a hook that refers to the user's model in place of this copy, or "".
 
-        A hook of this kind writes a value into an attribute or a container of the user's model. The methods of the
-        copied model read the attribute of the copy instead, and never see this value.
+        A hook that refers to the user's model writes values into its attributes or containers. The methods of the
+        copied model read the attributes of the copy instead, and never see these values.
         """
         original = self._original.named_modules()
         held = [(f"{name}.{key}", value) for name, child in original for key, value in vars(child).items()]
@@ -267,8 +266,7 @@ class Twin:
 
     @torch.no_grad()
     def move_constants(self, is_moved: bool) -> None:
-        """Perturb parameters with equal entries: a weight of zeros, for example, would hide errors of earlier
-        layers."""
+        """Perturb parameters with equal entries: a weight of zeros, for example, hides errors of earlier layers."""
         for name, parameter in self.module.named_parameters():
             if is_moved and _trains(parameter) and bool(parameter.eq(first := parameter.flatten()[0]).all()):
                 size = (0.1 * first.abs()).clamp(min=0.02) * (0.5 + _numbers_like(parameter, name).abs())
