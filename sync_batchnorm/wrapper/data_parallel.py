@@ -310,7 +310,7 @@ def patch(data_parallel: DataParallel[Any]) -> None:
 
 
 def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
-    """Remove the devices that `nn.DataParallel` does not support from a wrapper that is no longer patched.
+    """Remove unsupported devices from a wrapper that is no longer patched.
 
     `nn.DataParallel` supports neither the CPU nor several replicas on one device.
     """
