@@ -1,9 +1,9 @@
 """Compare the module calls in replicas with the same module calls on one device.
 
-The inputs and outputs of all module calls in all replicas would take too much memory. Therefore only one device records
-them, in a first pass. The replicas run later, and record nothing: each module call is compared with the record of one
-device when the call ends. When all replicas have made this call, the record is deleted. It is kept if the output of one
-replica is wrong.
+A record of the inputs and outputs of all module calls in all replicas would take too much memory. Therefore the first
+pass runs on one device, and only this pass is recorded. The replicas run afterwards. When a module call in a replica
+ends, its output is compared with the recorded output of the same call on one device. When all replicas have made the
+call, its record is deleted. If any replica returned a wrong output, the record is kept.
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -26,8 +26,8 @@ class RecordMode(CheckMode):
         super().__init__(dtype)
         # The recorded module calls, in the order in which they ended
         self.calls: dict[tuple[str, int], ModuleCall] = {}
-        # Maps each living tensor to the last copy of it, and to the version counter of the tensor at that time. So a
-        # tensor that is the output of one module and the input of the next module is copied only once.
+        # For each tensor that still exists: (its version counter when it was last copied, this copy). A tensor may be
+        # the output of one module and the input of the next module. Because of this dict, it is copied only once.
         self._copies: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
@@ -38,7 +38,7 @@ class RecordMode(CheckMode):
         self.calls[call.key] = call
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor.
+        """Return a copy of a tensor for the record.
 
         If no operation has changed the tensor in place since it was last copied, return the same copy again.
         """
@@ -54,14 +54,14 @@ class CompareMode(CheckMode):
     def __init__(self, one: RecordMode, number: int, rows: Sequence[Rows], model: nn.Module) -> None:
         super().__init__(one.dtype)
         self._one, self._number, self._rows, self._model = one, number, rows, model
-        # The first module call in this replica whose inputs differ from one device
+        # The first module call in this replica with other inputs than the same module call on one device
         self.gets_other: ModuleCall | None = None
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
         on_one = self._one.calls.get(call.key)
         if on_one and agree(arguments, on_one.arguments, self._rows[self._number]):
-            # Copy the containers, because `forward` may change a list. Detach the tensors, because their graph would
-            # take memory.
+            # Copy lists and dicts among the arguments, because `forward` may change them later. Detach the tensors,
+            # because their autograd graph would take memory.
             call.arguments = mapped(arguments, Tensor.detach)
         else:
             self.gets_other = self.gets_other or call
@@ -77,7 +77,7 @@ class CompareMode(CheckMode):
 
 
 class PatchMode(CheckMode):
-    """Replace the output of one module call in a replica by the right output, from the run on one device."""
+    """Replace the output of one module call in a replica by the output of the same call on one device."""
 
     def __init__(self, dtype: torch.dtype, on_one: ModuleCall, rows: Rows) -> None:
         super().__init__(dtype)
@@ -95,16 +95,18 @@ def contains_synchronized(module: nn.Module) -> bool:
 
 
 def suspects_in(call: ModuleCall, model: nn.Module) -> dict[int, ModuleCall]:
-    """Return the calls with right inputs and a wrong output, as a dict from the number of the replica to its call.
+    """Find the replicas in which a module call gets right inputs, but returns a wrong output.
 
-    The output of a synchronized layer depends on the inputs in all replicas. So a synchronized layer is a suspect only
-    if the inputs in all replicas agree with one device.
+    The result is a dict from the number of each replica with a wrong output to the module call in this replica.
+
+    The output of a synchronized layer depends on the inputs in all replicas. If the inputs in any replica are wrong,
+    the layer itself may be correct, and the result is an empty dict.
 
     Args:
-        call: the call on one device, with the same call in all replicas.
+        call: the module call on one device. Its attribute `in_replicas` holds the same call in each replica.
         model: the copy of the model with replicas.
     """
     if None in call.in_replicas.values() and contains_synchronized(model.get_submodule(call.key[0])):
         return {}
     suspects = {number: other for number, other in call.in_replicas.items() if other and any(other.gap)}
-    return dict(sorted(suspects.items()))  # Replicas end their calls in any order.
+    return dict(sorted(suspects.items()))  # Sort by number, because replicas end their calls in any order.

@@ -1,14 +1,15 @@
 """Observe the operations inside one module call, and compare their results in replicas with those on one device.
 
-An **operation** is a call of a torch function in the code of the module itself, or a call of a submodule. It is found
-on one device by its place in the user's source code, and by the number of earlier runs of this place. These numbers do
-not match in a loop of another length, or in a backward pass with the hooks of all replicas. In these cases, a run in a
-replica is compared with the run of the same place on one device that has the same inputs.
+An **operation** is a call of a torch function in the code of the module itself, or a call of a submodule. Each
+operation in a replica is compared with the same operation on one device: with the n-th run of the same place in the
+user's source code. The numbers n do not match if a loop runs more often on one device, or in a backward pass, where the
+hooks of all replicas run. In these cases, the operation is compared with any run of the same place on one device that
+got the same inputs.
 
-The **rows** of a replica in a tensor are found by the sizes of the tensor: a dimension holds samples if its size is
-proportional to the number of rows in the replica's chunk (see `chunk_of`). This fails for sizes that depend on values,
-as for `nonzero`, `x[mask]`, or padded sequences. So if the shape of a result does not fit the replica's chunk, the
-result is not compared.
+The sizes of a tensor tell which of its **rows** belong to a replica. If the replica's chunk is a third of the batch, a
+dimension holds samples if its size in the replica is a third of its size on one device (see `chunk_of`). This fails if
+a size depends on values, as for `nonzero`, `x[mask]`, or padded sequences. Such a result is not compared, because its
+shape does not fit the replica's chunk.
 """
 
 import linecache
@@ -60,8 +61,8 @@ class Place(NamedTuple):
     """The place of an operation in the user's source code."""
 
     code: CodeType  # code object of the user's function
-    # Line, last line, column and last column of the call in the source code. Not the offset of its instruction: since
-    # Python 3.12, a call behind `a if b else c` may have two instructions.
+    # First line, last line, first column and last column of the call in the source code. The offset of the bytecode
+    # instruction cannot identify the call: since Python 3.12, a call behind `a if b else c` may have two instructions.
     position: tuple[int | None, ...]
     name: str  # name of the called torch function or submodule
 
@@ -70,8 +71,8 @@ class Place(NamedTuple):
         line, end, column, end_column = self.position
         file, line = self.code.co_filename, line or self.code.co_firstlineno
         lines = [text.encode() for text in linecache.getlines(file)[line - 1 : end or line]]
-        # For an assignment such as `x[0] = y`, quote whole lines: Python reports only the columns before the equals
-        # sign.
+        # Quote only the columns that belong to the call. For an assignment such as `x[0] = y`, quote whole lines,
+        # because Python reports only the columns before the equals sign.
         if lines and self.name != "__setitem__":
             lines[-1] = lines[-1][:end_column]
             lines[0] = lines[0][column:]
@@ -81,7 +82,7 @@ class Place(NamedTuple):
 
 
 def _place(frame: FrameType, name: str) -> Place:
-    """Return the place of the call of `name` that `frame` runs."""
+    """Return the place in the source code where `frame` currently calls the function `name`."""
     return Place(frame.f_code, next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)), name)
 
 
@@ -90,32 +91,33 @@ class Operation:
     """One run of an operation, on one device or in a replica."""
 
     place: Place
-    number: int  # number of earlier runs of the same place in the pass
+    number: int  # number of earlier runs of the same place in the source code, in the same pass
     synchronizes: bool  # whether the result depends on the inputs of other replicas, too
-    # The fields of an operation on one device:
+    # The following fields are set only for an operation on one device:
     arguments: Any = None  # copies of the inputs
     result: Any = None  # copy of the result
     draws: bool = False  # whether the operation draws random numbers from a generator of torch
-    # The fields of an operation in a replica:
+    # The following fields are set only for an operation in a replica:
     called: Any = None  # the call as (torch function, args, kwargs); None for a call of a submodule
     on_one: "Operation | None" = None  # the same operation on one device, or None if one device has not run it
     rows: Rows = WHOLE  # which rows of the batch are in the replica's chunk
-    # The inputs that differ from one device, as pairs (input in the replica, input on one device). For a tensor, the
-    # pair contains the operation that made the tensor, or None if the tensor comes from outside the observed code. A
-    # number or string is in the pair itself.
+    # A pair (in the replica, on one device) for each input that differs. For a number or string, the pair holds the two
+    # values. For a tensor, the pair holds the two operations that made the tensor. None takes the place of such an
+    # operation if the tensor comes from outside the observed code.
     different_inputs: list[tuple[Any, Any]] = field(default_factory=list)
-    # If an input has two dimensions of samples, as a similarity matrix has, this is the operation that made the input.
+    # The operation that made an input with two dimensions of samples, such as a similarity matrix; None if there is no
+    # such input
     pairs: "Operation | None" = None
     has_pairs: bool = False  # whether two dimensions of the result hold samples, as in a similarity matrix
     differs: bool = False  # whether the result differs from the result on one device
     fits: bool = True  # whether the shape of the result allows a comparison with one device
 
     def origins(self) -> "list[tuple[Operation | None, Operation | None]]":
-        """Return the operations that made the different input tensors, as pairs (in the replica, on one device)."""
+        """Return pairs (operation in the replica, operation on one device) that made the input tensors which differ."""
         return [pair for pair in self.different_inputs if any(isinstance(origin, Operation) for origin in pair)]
 
     def gets_another(self) -> bool:
-        """Return whether an input tensor differs from one device, and comes from outside the observed code."""
+        """Return whether an input tensor from outside the observed code differs from the same input on one device."""
         return (None, None) in self.different_inputs
 
     def is_candidate(self) -> bool:
@@ -123,21 +125,24 @@ class Operation:
         return self.differs and self.fits and bool(self.origins() or not self.synchronizes)
 
     def gets_the_same(self) -> bool:
-        """Return whether the inputs that come from other operations all agree with one device."""
+        """Return whether all inputs that were made by other operations agree with one device."""
         return self.on_one is not None and not self.origins()
 
     def gets_the_same_floats(self) -> bool:
-        """Return whether the inputs from other operations all agree, and all results are floats or complex numbers."""
+        """Return whether inputs from other operations agree with one device, and no result is integer or boolean."""
         results = tensors_of(self.on_one and self.on_one.result)
         return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
     def roots(self) -> "set[Operation | None]":
-        """Return the operations where the differences in the inputs begin; None stands for an unknown operation."""
+        """Return the operations that first caused the differences in the inputs.
+
+        None stands for an operation that is unknown.
+        """
         pairs = self.origins()
         origins = {here if here and here.on_one is there and here.differs else None for here, there in pairs}
         roots = {root for origin in origins for root in (origin.roots() if origin else {None})} or {self}
-        # If one operation made all inputs that differ, and this operation has several roots, return this operation in
-        # place of its roots.
+        # If one operation made all inputs that differ, and the differences in its own inputs begin in several places,
+        # return this operation itself.
         return roots if len(roots) == 1 or len(origins) > 1 else origins
 
     def has_size_of_values(self) -> bool:
@@ -162,7 +167,8 @@ class _OperationMode(CheckMode):
         self.key = key
         self.times: Counter[Place] = Counter()  # maps each place in the source code to the number of its runs
         self.makers = dict[int, Operation]()  # maps the id of each tensor to the operation that made the tensor
-        self._running_children = dict[int, Operation]()  # maps the id of each running submodule call to its operation
+        # Maps the id of each `ModuleCall` of a submodule that runs now to its `Operation`
+        self._running_children = dict[int, Operation]()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         operation = self._started(getattr(func, "__name__", ""))
@@ -190,7 +196,7 @@ class _OperationMode(CheckMode):
         return self.observe_result(operation, output) if operation else None
 
     def _started(self, name: str, child: nn.Module | None = None) -> Operation | None:
-        """Make the `Operation` for a call of a torch function or submodule; return None outside the observed code."""
+        """Return an `Operation` for a call that begins now, or None if the call is not made by the observed code."""
         call = self._running[-1]
         if (call.module is None or call.key != self.key) if self.key else call.module is not None:
             return None
@@ -209,7 +215,7 @@ class _OperationMode(CheckMode):
     def observe_result(self, operation: Operation, output: Any, is_in_place: bool = False) -> Any:
         """After an operation, record its result, or compare the result with one device.
 
-        Return the result that the calling code gets: the same result, or a corrected one.
+        Return the value that the user's code gets as the result of the operation: the same result, or a corrected one.
 
         Args:
             operation: the operation.
@@ -219,7 +225,7 @@ class _OperationMode(CheckMode):
 
 
 def _frame_of_user(module: nn.Module | None) -> tuple[FrameType | None, bool]:
-    """Return (innermost frame of the user's code, whether a layer of this library runs inside of this frame).
+    """Return (innermost frame of the user's code, whether this frame has called a layer of this library).
 
     The frame is None if the running module contains no code of the user, for example because it is a module of torch.
 
@@ -244,8 +250,8 @@ class RecordOperations(_OperationMode, RecordMode):
         super().__init__(dtype, key)
         self.operations = dict[Place, list[Operation]]()  # maps each place in the source code to a list of its runs
         self.arguments = self.output = None  # copies of the inputs and of the output of the observed module call
-        # The line of the user's code that makes the observed call; None if the call is made by a container of torch,
-        # such as nn.Sequential.
+        # The line of the user's code that calls the observed module; None if a container of torch, such as
+        # nn.Sequential, calls the module.
         self.caller: Place | None = None
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
@@ -279,7 +285,7 @@ class CorrectOperations(_OperationMode):
 
     Args:
         one: the operations on one device.
-        rows: the rows of the replica in a forward pass, or the rows of all replicas in a backward pass.
+        rows: the rows of the replica's chunk in a forward pass, or the rows of all chunks in a backward pass.
         accepts: whether to replace the wrong result of an operation.
     """
 
@@ -287,11 +293,12 @@ class CorrectOperations(_OperationMode):
         super().__init__(one.dtype, one.key)
         self.one, self._rows, self._accepts = one, rows, accepts
         self._alive: list[Tensor] = []  # keeps results alive, because Python may reuse the id of a freed tensor
-        # Maps each place in the source code to its first run that may be faulty
+        # For each place in the source code: the first run of this place that may be faulty
         self.candidates = dict[Place, Operation]()
         self.is_right = False  # whether the output of the observed call agrees with one device
         self.output: Any = None  # output of the observed call
-        # An artificial operation, which gets the output of the observed call as input
+        # An operation that does not exist in the model: its input is the output of the observed module call. The search
+        # for a line that ran only on one device, or only in the replica, starts here.
         self.of_output: Operation | None = None
 
     def end(self, call: ModuleCall, output: Any) -> Any:
@@ -312,8 +319,8 @@ class CorrectOperations(_OperationMode):
             self._compare_inputs(operation, arguments, other.arguments, rows)
             if operation.gets_the_same() and not operation.gets_another():
                 return
-        # In a backward pass, the hooks of all replicas run in any order, so runs with the same number need not
-        # correspond.
+        # In a backward pass, the hooks of all replicas run in any order, so the n-th run of a line in replicas need not
+        # belong to the n-th run on one device.
         if not same or not self.key:
             operation.on_one = None
 

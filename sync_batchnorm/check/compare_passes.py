@@ -1,11 +1,12 @@
-"""Run the same training passes with two copies of a model, one on one device and one in replicas; compare the results.
+"""Run the same training passes with two copies of a model (one device, and replicas), and compare the results.
 
-Only results that the caller of the model sees are compared: outputs, loss, gradients, parameters and buffers. Models
-may be right as a whole although single layers differ, such as a model that sums in its `gather`.
+Only results that the caller of the model sees are compared: outputs, loss, gradients, parameters and buffers. The
+outputs of single layers are not compared, because they may differ in a model that is right as a whole.
 
-Rounding errors are measured. Both copies run the pass once more, with parameters perturbed by a tiny fraction of their
-values. If a result changes by about as much as it differs between the copies, the difference is a rounding error. A
-fixed tolerance would be too small for models that amplify rounding errors, and too large for others.
+A difference may be a rounding error. A fixed tolerance would be too small for models that amplify rounding errors, and
+too large for others. So rounding errors are measured: both copies run the pass once more, with parameters perturbed by
+a tiny fraction of their values. If this changes a result by about as much as the result differs between the copies, the
+difference is a rounding error.
 """
 
 import math
@@ -25,9 +26,9 @@ from .twin import CheckMode, Twin, copied, go_backward, pads_samples, rows_of_ch
 __all__: list[str] = []
 
 IN_FORWARD = ("output", "value", "loss")  # kinds of results that need no backward pass
-# The first passes, up to this number, include a backward pass, which takes most of the time. One backward pass is not
-# enough: if a replica loses state in the first pass, the second pass returns wrong results, perhaps only wrong
-# gradients.
+# Backward passes take most of the time, so only this number of passes, the first ones, include a backward pass. One
+# backward pass is not enough: if a replica loses state in the first pass, perhaps only the gradients of the second pass
+# are wrong.
 _TRAINING = 2
 # To measure rounding errors, parameters are perturbed by about this fraction of their values.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -80,7 +81,7 @@ def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
 
 
 class Check:
-    """The model and the options of a check, and facts about the batch that the first passes find out.
+    """The model and the options of a check, and facts about the batch, such as the rows of each chunk.
 
     Raises:
         RuntimeError: if the process belongs to a process group, or the model cannot be copied.
@@ -90,7 +91,7 @@ class Check:
     def __init__(
         self, model: nn.Module, arguments: Any, replicas: int | None, loss: Loss | None, dtype: torch.dtype
     ) -> None:
-        path, wrapper = self.path, self.wrapper = _wrapper_in(model)  # name of the wrapper inside the model, or ""
+        path, wrapper = self.path, self.wrapper = _wrapper_in(model)  # path: name of the wrapper in the model, or ""
         if active_group(None) is not None:
             raise RuntimeError("expected a single process, as copies would exchange with others; call it in one alone")
         if dtype not in _ROUNDING:
@@ -100,7 +101,7 @@ class Check:
         self.name = f"{path}.module" if path else ""  # name of the replicated module inside the model
         self.replicas = replicas or max(2, len(wrapper.device_ids) if wrapper else 0)
         self.grads = list[Tensor]()  # random gradients of the outputs, for a check without a `loss`
-        self.rows = list[Rows]()  # rows of each replica's chunk
+        self.rows = list[Rows]()  # for each replica, the rows of its chunk in the batch
         self.pads = False  # whether an argument is a list of samples with different shapes
         # Maps the name of each module to the number of its calls in the last pass on one device
         self.begun: Mapping[str, int] = {}
@@ -110,8 +111,8 @@ class Check:
     def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
         """Set the attributes `rows` and `pads` of this check from the arguments that a wrapper gets.
 
-        If the wrapper is a submodule of the model, its arguments are known only in a forward pass. Then a hook of the
-        wrapper calls this method.
+        If the wrapper is a submodule of the model, its arguments are known only in a forward pass. In this case, a hook
+        of the wrapper calls this method.
         """
         self.rows = self.rows or rows_of_chunks(parallel, self.replicas, inputs, kwargs)
         self.pads = pads_samples(parallel, inputs, kwargs)
@@ -123,7 +124,8 @@ class TwinRun(Twin):
     Args:
         check: the model and options of the check.
         is_one: whether to run on one device.
-        index: number of passes to run at once, so that the copy has the same state as the model after these passes.
+        index: number of passes to run in this constructor. Afterwards, the copy has the state that the model would have
+            after these passes.
         noise: fraction by which parameters are perturbed before the first pass, to measure rounding.
         is_moved: whether to perturb parameters before each pass, so that weights of zeros hide no errors.
     """
@@ -152,9 +154,9 @@ class TwinRun(Twin):
 
         Args:
             index: number of the pass, and seed of its random numbers. Replicas get another seed than one device.
-            kind: kind of the wanted result. A result of the forward pass needs no backward pass.
-            modes: function mode of each replica in the forward pass.
-            in_backward: function mode in the backward pass.
+            kind: kind of the result that the caller needs. For a result of the forward pass, skip the backward pass.
+            modes: torch function mode of each replica in the forward pass.
+            in_backward: torch function mode in the backward pass.
         """
         # Perturb parameters also before the first pass, because equal weights may hide errors.
         self.move(index, 0.01 * self._is_moved)
@@ -191,7 +193,7 @@ class TwinRun(Twin):
         return seen | {"output": dict(enumerate(map(Tensor.detach, outputs))), "loss": losses, "gradient": grads}
 
     def _after_forward(self, output: Any, memory: Mapping[str, Tensor]) -> Observed:
-        """Return the results of a forward pass, but not yet the tensors in the output.
+        """Return the results of a forward pass, except the tensors in the output.
 
         Args:
             output: output of the model.
@@ -214,7 +216,7 @@ class TwinRun(Twin):
     def _outputs(self, output: Any) -> list[Tensor]:
         """Return the tensors in the output of the model.
 
-        If the user's `gather` returns a list with the outputs of the replicas, join the tensors of all replicas.
+        If the user's `gather` returns the outputs of the replicas as a list, concatenate the tensors of all replicas.
         """
         outputs, numbers = tensors_in(output), [len(tensors_in(part)) for part in self.parallel.returned]
         is_list = "gather" in self.parallel.overridden and len({*numbers}) == 1 and len(outputs) == sum(numbers)
@@ -417,7 +419,7 @@ def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
 
 
 def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey, float]:
-    """Perturb parameters, and return for each result its change, multiplied by a safety margin.
+    """Run the pass with perturbed parameters; return the change of each result, multiplied by a safety margin.
 
     A result may change by different amounts in replicas and on one device. The larger of the two amounts counts.
 
@@ -436,7 +438,7 @@ def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey
 
 
 def _is_state(check: Check, index: int, pair: Pair, name: str) -> bool:
-    """Return whether a buffer carries state: its value before a pass on one device affects its value after."""
+    """Return whether a buffer carries state, so that its value before a pass affects its value after the pass."""
     side = TwinRun(check, True, index)
     with suppress(Exception):  # `forward` may raise an error because the buffer has another value.
         buffer = dict(side.module.named_buffers())[name]

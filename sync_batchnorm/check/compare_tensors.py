@@ -22,8 +22,8 @@ class Rows(NamedTuple):
     total: int  # number of rows of the batch
 
 
-# Relative differences are divided by at least this number, even if all values of a tensor are smaller. The number is
-# arbitrary.
+# A relative difference is the absolute difference, divided by the largest value of the tensor, or by this number if the
+# largest value is smaller. The number is arbitrary.
 LEAST = 1e-6
 NOT_FINITE = 1e99  # gap between two numbers if only one of them is finite
 SCALARS = (bool, int, float, str)
@@ -43,7 +43,7 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
 
     Args:
         actual, expected: the tensors.
-        size: smallest divisor, for expected tensors with smaller values.
+        size: the divisor, if the largest expected value is smaller.
         rounding: largest absolute difference that counts as rounding.
     """
     if actual.shape != expected.shape:
@@ -123,7 +123,7 @@ def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, shape: tuple[int, int]
 
 
 def dims_of_samples(whole: Tensor, chunk: Tensor, rows: Rows) -> list[int]:
-    """Return the dimensions that hold samples: their sizes are proportional to the number of rows.
+    """Return the dimensions that hold samples. Their sizes are proportional to the number of rows.
 
     A similarity matrix has two such dimensions.
     """
@@ -199,8 +199,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def is_unsplit(argument: Any, on_one: Any, total: int) -> bool:
     """Return whether the wrapper failed to split an argument that has an entry for each sample.
 
-    The argument may be a list or a tensor, or a container that holds one at any depth. A list of tensors does not
-    count, because the wrapper splits the rows of each tensor in the list.
+    The argument may be a list or a tensor, or a container that holds such a list or tensor at any depth. A list of
+    tensors does not count, because the wrapper splits the rows of each tensor in the list.
 
     Args:
         argument: an argument of the replica.
@@ -232,8 +232,8 @@ def gap_text(output: Any, on_one: Any, rows: Rows) -> tuple[str, str]:
 def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
     """For each tensor of an output, yield (tensor in the replica, the same rows of the tensor on one device).
 
-    Two kinds of tensors are left out: tensors with one element, such as a loss, and tensors whose shape does not fit,
-    such as a selection of rows by their values.
+    Two kinds of tensors are left out: tensors with one element, such as a loss, and tensors whose shape does not fit
+    the replica's chunk, such as a selection of rows by their values.
     """
     with suppress(LookupError):
         leaves = list(leaves_by_path(output, on_one, rows))
@@ -247,8 +247,8 @@ def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Ten
 def fits(actual: Tensor, right: Tensor) -> bool:
     """Return whether two tensors can be compared.
 
-    Tensors can be compared if their shapes are equal. Tensors with equally many rows and dimensions can be compared,
-    too, because only the padding of their rows may differ.
+    Two tensors of the same shape can be compared. Two tensors with the same number of rows and of dimensions can be
+    compared, too, because the rows may only be padded to different lengths.
     """
     return actual.shape == right.shape or (actual.dim() == right.dim() > 1 and len(actual) == len(right))
 

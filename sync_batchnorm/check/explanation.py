@@ -1,10 +1,10 @@
 """Explain a difference: name the first faulty module call, its line, and its cause.
 
-After the first faulty module, the outputs of many modules differ, and some of them differ without harm. Therefore each
-suspected call is tested: replicas run the pass again, with the output of this call replaced by the rows from one
-device. The call counts as faulty only if this replacement changes the result for the caller. A cause is reported if it
-is certain (a batch norm without synchronization, another number of calls, a replaced class), or if an experiment with
-the model shows it.
+Once a module is wrong, the outputs of many later modules differ, too. Other outputs differ without harm. Therefore each
+suspected module call is tested: the replicas run the pass again, but the output of this call is replaced by the output
+on one device. The call counts as faulty only if the replacement changes the result for the caller. A cause is reported
+if it is certain (a batch norm without synchronization, another number of calls, a replaced class), or if an experiment
+with the model shows it.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -117,9 +117,9 @@ class Investigation:
         kind, name = self._difference[:2]
         why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
-        # The cause from `cause_of` is wrong in two cases. First, a buffer that changes in place is no fault in a
-        # synchronized layer. Second, a `gather` of the user's may return a list. Then the user's loss function gets a
-        # list from replicas and a tensor from one device.
+        # The cause from `cause_of` is wrong in two cases. First, it blames a buffer that changes in place, which is no
+        # fault in a synchronized layer. Second, it blames the user's loss function, which may get a list from the
+        # user's `gather`, but gets a tensor on one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 
@@ -147,7 +147,7 @@ class Investigation:
         return why if agree(numbers_of(many).sort(0).values, numbers_of(one).sort(0).values) else ""
 
     def _state(self) -> str:
-        """Return a note with the attributes and buffers whose values in replicas were wrong before the pass."""
+        """Return a note with the attributes and buffers whose values in replicas were already wrong before the pass."""
         if buffers := [name for name in self._lost if name in dict(self._one.module.named_buffers())]:
             return f"the buffer {', '.join(buffers)} differs from that on one device: {IN_PLACE}"
         differs = f"{', '.join(self._lost)} differs from one device" if self._lost else ""
@@ -156,7 +156,7 @@ class Investigation:
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
-        """Run the pass in replicas with these function modes; return whether the wrong result changes."""
+        """Run the pass in replicas with other torch function modes; return whether the wrong result changes."""
         kind, name = self._difference[:2]
         with suppress(FailsInReplicas):  # Later code in a replica may refuse the shape of the replaced output.
             seen = TwinRun(self._check, False, self._index).take(self._index, kind, modes)[kind]
@@ -166,8 +166,8 @@ class Investigation:
     def _evidence(self) -> list[str]:
         """Return notes about scalars that replicas return, such as a loss.
 
-        The check has perturbed the parameters of the model, so the user does not know the values that differ. If values
-        of the unperturbed model differ, too, the notes quote these values instead.
+        The user has never seen the values that differ, because the check has perturbed the parameters. If the
+        unperturbed model also returns different values, the notes quote the values of the unperturbed model instead.
         """
         kind, name = self._difference[:2]
         is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
@@ -208,7 +208,7 @@ class Investigation:
 
         Args:
             call: the call on one device.
-            suspects: the same call in replicas with a wrong output, by the number of the replica.
+            suspects: maps the number of each replica with a wrong output to the same call in this replica.
             state: note about attributes that differed before the pass, or "".
         """
         first, module = min(suspects), self._many.module.get_submodule(call.key[0])
@@ -223,11 +223,11 @@ class Investigation:
         return first, self._cause_by_line(("", None, ""), call, first, suspects[first])
 
     def _cause_by_line(self, line: Line, call: ModuleCall, number: int, suspect: ModuleCall) -> str:
-        """Return the faulty source line with a remedy; if no line is certain, the most probable cause."""
+        """Return a text with the faulty source line, or with the most probable cause if no line is certain."""
         text, operation, why = line
         module = self._many.module.get_submodule(call.key[0])
         called = {operation.place.name} if operation else suspect.called
-        if "grad" in called:  # Do not name the line of this call: the fault may be in the value that it differentiates.
+        if "grad" in called:  # Do not name the line of `grad`: the differentiated value may be at fault.
             return _GRADIENT
         names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
         changed = names and f"{names} changed in this pass"
@@ -250,9 +250,9 @@ class Investigation:
     def _mixes_samples(self, module: nn.Module, call: ModuleCall, number: int, suspect: ModuleCall) -> bool:
         """Return whether the output of a module for one sample depends on other samples.
 
-        A module does not count if its output changes from call to call.
+        If the output changes from call to call with the same inputs, return False.
 
-        For this test, a copy of the module runs outside the model: twice with the inputs of replica `number`, and once
+        A copy of the module runs three times, outside the model: twice with the inputs in replica `number`, and once
         with the inputs on one device.
         """
         with suppress(Exception), CheckMode(self._check.dtype):
@@ -305,13 +305,13 @@ def _text_of_calls(run: TwinRun, on_one: Mapping[str, int], remedy: str, path: s
 
 
 def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], remedy: str) -> list[str]:
-    """Return sentences about a scalar output: is the sum or mean of the replicas' values the value on one device?
+    """Return sentences that tell whether the sum or mean of the replicas' values is the value on one device.
 
     Args:
-        of_replicas: the value of each replica.
-        on_one: the value on one device.
+        of_replicas: the values of the scalar in all replicas.
+        on_one: the value of the scalar on one device.
         name: name of the output, for the message.
-        sizes: number of rows in the chunk of each replica.
+        sizes: for each replica, the number of rows in its chunk.
         remedy: advice if neither the sum nor a mean is the value on one device.
     """
     ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
@@ -342,8 +342,7 @@ def text_of_failure(error: Exception, run: TwinRun) -> str:
     calls = _text_of_calls(run, run.check.begun, _AS_OFTEN) if isinstance(error, ReplicaSyncError) else ""
     text = f"runs on one device, but not in replicas: {type(error).__name__}: {calls or shortened(error, 30)}"
     where = ""
-    # Find the module call that raised this error. The other replicas wait for the failed replica, and then raise errors
-    # of their own.
+    # Find the module call that raised this error. Other replicas wait for the failed one, and raise later errors.
     for call, _ in [mode.failed for mode in run.parallel.modes if mode.failed and mode.failed[1] is error]:
         where = f"raised in {_name_of_call(call, run.module)}"
         module = run.module.get_submodule(call.key[0])
@@ -404,7 +403,7 @@ def _plain(value: Any, depth: int = 4) -> Any:  # The depth is arbitrary.
 def _name_of_call(call: ModuleCall, model: nn.Module) -> str:
     """Return the name and class of a called module, for messages.
 
-    If a base class has the same name, the name of the class includes the file of the class.
+    If a base class has the same name, the Python module of the class stands before the name of the class.
     """
     (name, number), cls = call.key, type(model.get_submodule(call.key[0]))
     has_namesake = cls.__name__ in [base.__name__ for base in cls.__mro__[1:]]
@@ -441,7 +440,7 @@ def _synchronizes(module: Any) -> bool:
     return _uses_batch(module) and module.group_size != 1
 
 
-# NOTE [tried for gradients]: to name the faulty module of a wrong gradient, by hooks on tensors. They searched for the
-# last call of the backward pass with a correct gradient of its output and a wrong gradient of its input. Of 11 planted
-# faults, this named the right module 7 times, and its successor twice. It fails because a hook of the user runs first,
-# and because results computed under no_grad have no gradient to compare.
+# NOTE [tried for gradients]: we tried to find the module that makes a gradient wrong, by hooks on tensors. The search
+# was for the last module call in the backward pass where the gradient of the output is right, and the gradient of the
+# input is wrong. Of 11 faults that we planted, it found the right module 7 times, and the next module twice. It fails
+# because hooks of the user run before ours, and because results under no_grad have no gradients.

@@ -18,9 +18,11 @@ Our way is to correct results, and to see whether the output of the call becomes
     pass 2   Patch `max` alone: the output of the call stays wrong, so `max` is innocent.
     pass 3   Patch `sum` alone: the output is right. The difference begins with `sum`.
 
-Of two faulty lines, the first line with an effect on the output is named. Operations with a wrong input come last: if
-the patch of such an operation makes the output right, the operation that made its input is named. Operations with an
-integer result come last, too, because an index of other rows may be correct. If nothing is certain, no line is named.
+If two lines are faulty, the message names the first one that has an effect on the output. Two kinds of operations are
+patched last. Operations of the first kind have a wrong input. If the patch of such an operation makes the output right,
+the message names the operation that made this input. Operations of the second kind have an integer result, such as the
+index of a row, which may be correct although it differs from one device. If nothing is certain, the message names no
+line.
 
 The code of this file runs only after the check has found a difference.
 """
@@ -41,7 +43,7 @@ RANDOM = "it draws random numbers, which differ in replicas, and may be meant to
 SEEDED = "it draws the same random numbers in each replica, because of a seed or a generator of its own"
 CHANGES = "it returns something else each time: look for state, a generator of its own, or the time"
 
-# A faulty line: the message about it or "", the faulty operation in this line or None, and the cause or "".
+# The result of a search for a faulty line: (message or "", faulty operation or None, cause or "").
 Line = tuple[str, Operation | None, str]
 
 
@@ -130,13 +132,15 @@ def _origin_of(operation: Operation) -> Operation | None:
     roots = operation.roots()
     root = next(iter(roots)) if len(roots) == 1 else None
     if any(root and root.synchronizes for root in roots):
-        # The wrong result comes from a synchronized layer. Its inputs agree in this replica, so the fault lies in
-        # another replica.
+        # The wrong input comes from a synchronized layer. In this replica, the layer gets the same inputs as on one
+        # device, so the fault lies in another replica.
         return None
-    # The operation may be correct, because it may select rows by their values.
+    # The operation `root` may be correct although the shape of its result differs, because it may select rows by their
+    # values.
     if root and not root.fits and root.has_size_of_values():
         root = None if any(here and here.fits for here, _ in operation.origins()) else operation
-    # A call of a submodule cannot be the origin, because the check would have named a faulty submodule before.
+    # A call of a submodule is never the origin of a fault, because the check would have named a faulty submodule
+    # before.
     return root if root and (root is not operation or operation.called) else None
 
 
@@ -178,7 +182,7 @@ def _line_not_run(mode: CorrectOperations, number: int) -> tuple[str, Operation 
 
 
 def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation) -> str:
-    """Return the cause of a fault if it is state or random numbers, or "".
+    """Return the cause of a fault if the cause is state or random numbers, otherwise "".
 
     One device runs the pass twice with the same seed, then once with another seed. If the result of the operation
     differs for the same seed, the cause is state. If it differs for another seed, the cause is random numbers.
@@ -187,7 +191,7 @@ def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation)
     first, again, other = (RecordOperations(check.dtype, key) for _ in range(3))
     for seed, mode in ((index, first), (index, again), (index + 1, other)):
         side.take(seed, "output", [mode])
-    with suppress(LookupError):  # The operation may not run in each of these passes, and then is not found.
+    with suppress(LookupError):  # In some of the passes, the operation may not have run.
         if _varies(operation, first, again):
             return CHANGES
         if _varies(operation, again, other):
@@ -196,9 +200,9 @@ def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation)
 
 
 def _varies(operation: Operation, before: RecordOperations, after: RecordOperations) -> bool:
-    """Return whether an operation returns different results in two passes with the same inputs.
+    """Return whether an operation returns different results in two passes.
 
-    The inputs are those of the module call that contains the operation.
+    If the module call that contains the operation gets different inputs in the two passes, return False.
     """
     if not agree(before.arguments, after.arguments) or operation.on_one is None:
         return agree(before.arguments, after.arguments) and before.times != after.times

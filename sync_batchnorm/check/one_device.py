@@ -1,8 +1,8 @@
 """Check that replicas of a model compute the same as one device: `assert_matches_one_device`.
 
-The obvious check compares the output of each layer. It fails for models that are right as a whole, such as a model that
-sums in its `gather`. Therefore only results for the caller of the model count: outputs, loss, gradients, parameters and
-buffers, in three training passes.
+The obvious check compares the output of each layer. It fails for models that are right as a whole although single
+layers differ. An example is a wrapper that adds up outputs in its `gather`. Therefore only the results that the caller
+gets are compared: outputs, loss, gradients, parameters and buffers, in three training passes.
 
     three passes --differ--> is it rounding? --no--> explanation.Investigation (names the module, line and cause)
          |                         |
@@ -34,7 +34,7 @@ __all__ = ["assert_matches_one_device"]
 _PASSES = 3
 
 # A user's wrapper may call functions of torch that refuse CPU tensors. This table maps a part of torch's error message
-# to the method of this library's wrapper that accepts CPU tensors.
+# to the method that the user should call instead.
 _REFUSED_BY_TORCH = {
     "Gather function not implemented for CPU": "gather(outputs, output_device)",
     "Expected a non cpu device": "scatter(inputs, kwargs, device_ids)",
@@ -105,12 +105,15 @@ def _random_states_kept() -> Iterator[None]:
 
 
 def _compare(check: Check) -> str:
-    """Raise an error for the first difference that is no rounding. Return a warning about equal chunks, or ""."""
+    """Raise an error for the first difference that is not a rounding error.
+
+    If all results agree, return a warning about chunks of equal size, or "" if no warning is needed.
+    """
     one, many, doubt = None, None, ""
     for index in range(_PASSES):
         one = one or TwinRun(check, True, index)
         of_one = _on_one_device(check, one, index)
-        many = many or TwinRun(check, False, index)  # Only now make the copy for replicas, which needs memory.
+        many = many or TwinRun(check, False, index)  # Make this copy only now, because it takes memory.
         of_many = many.take(index)
         _refuse_unseen(check, of_many)
         doubt = doubt or _hidden_by_equal_chunks(check, of_one, of_many)
@@ -124,10 +127,10 @@ def _compare(check: Check) -> str:
 
 
 def _hidden_by_equal_chunks(check: Check, one: Observed, many: Observed) -> str:
-    """Return a warning if each replica may return the mean of its chunk, and all chunks are equal; otherwise "".
+    """Return a warning if each replica may return the mean of its chunk, and all chunks have equal sizes, else "".
 
     If each replica returns the mean of its chunk, the mean of these values is the mean of the batch only for chunks of
-    equal size. So a check with equal chunks cannot find this error.
+    equal size. So a check with equal chunks does not notice that the value is wrong for chunks of different sizes.
     """
     are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
     if len({len(rows.here) for rows in check.rows}) > 1 or not are_means:
@@ -140,12 +143,12 @@ def _hidden_by_equal_chunks(check: Check, one: Observed, many: Observed) -> str:
 
 
 def _on_one_device(check: Check, one: TwinRun, index: int) -> Observed:
-    """Run a pass on one device. Add a note to an error: it comes from a copy of the model on the CPU."""
+    """Run a pass on one device. If it fails, add a note to the error: the error comes from a copy of the model."""
     try:
         return one.take(index)
     except Exception as error:
         where = f"This is from a copy of the model on one device: on the CPU, in {str(check.dtype)[6:]}"
-        with suppress(Exception):  # A frozen dataclass refuses notes.
+        with suppress(Exception):  # An exception that is a frozen dataclass refuses notes.
             error.add_note(f"{where}; for operators without float64, pass dtype=torch.float32.")
             if hooks := one.text_of_hooks():
                 error.add_note(hooks)

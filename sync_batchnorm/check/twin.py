@@ -49,12 +49,12 @@ def seed(number: int) -> None:
         numpy.random.seed(number)
 
 
-# A hook in a replica must reach the function mode of the replica's thread. Torch knows the active function mode of each
-# thread: if the thread calls an overridable torch function, torch hands the call to the mode's `__torch_function__`. So
-# hooks call the following function, which is made overridable.
+# The check puts a hook on each module. When the hook runs in a replica's thread, it must find the torch function mode
+# of this thread. Torch finds this mode for overridable functions: it passes each call of such a function to
+# `__torch_function__` of the active mode. So the hooks call the following function, which is made overridable.
 @wrap_torch_function(lambda name, *_: (name,))
 def notify_module_call(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
-    """Tell the function mode of this thread that a module call begins, or has ended if an output is given."""
+    """Tell the function mode of this thread that a module call begins, or, if `output` is given, that it has ended."""
 
 
 CallKey = tuple[str, int]  # name of the called module, and the number of earlier calls of this module in the pass
@@ -66,13 +66,13 @@ class ModuleCall:
 
     module: Any  # the called module, or None for code outside of all modules
     key: CallKey
-    # Names of some functions that the module calls directly: "batch_norm", "sync_batch_norm" and "grad".
+    # The functions that the module calls directly, among "batch_norm", "sync_batch_norm" and "grad"
     called: set[str] = field(default_factory=set)
     # The arguments of the call: (args, kwargs). A call on one device keeps a copy of its arguments. A call in a replica
     # keeps its arguments only if its output is wrong.
     arguments: Any = None
     output: Any = None  # a copy of the output of a call on one device; None for a call in a replica
-    # If the output of a call in a replica is wrong: the name of the tensor with the largest gap, and this gap in words.
+    # If the output in a replica is wrong: (name of the tensor that differs most from one device, difference in words)
     gap: tuple[str, str] = ("", "")
     # For a call on one device, this dict maps the number of each replica to the same call in the replica. The value is
     # None if the arguments of the call in the replica differ from those on one device.
@@ -86,7 +86,7 @@ class CheckMode(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
         self.dropped = dict[str, None]()  # names of the dropout functions that this mode has switched off
-        self.failed: tuple[ModuleCall, Exception] | None = None  # the innermost call that raised an error
+        self.failed: tuple[ModuleCall, Exception] | None = None  # (innermost module call that failed, its error)
         self._running = [ModuleCall(None, ("", 0))]  # the running module calls, innermost last
         self.begun: Counter[str] = Counter()  # maps the name of each module to the number of its calls so far
 
@@ -134,9 +134,9 @@ class CheckMode(TorchFunctionMode):
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and (self.failed is None or self.failed[1] is not error):
             self.failed = self._running[-1], error
-        # After an error, `_running` may still contain calls of other modules that have ended. This happens if an error
-        # skips the hook at the end of a call, or if a hook of the user raises an error before our hook at the start of
-        # a call.
+        # After an error, the stack `_running` may still contain calls that have ended, if the error skipped our hook at
+        # the end of a call. It may also lack the call that ends now, if a hook of the user failed before our hook at
+        # the start of the call.
         while any(call.module is module for call in self._running):
             call = self._running.pop()
             if call.module is module:
@@ -201,7 +201,7 @@ class Twin:
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)
             if isinstance(module, _SynchronizedBatchNorm):
-                # A batch norm on one device always uses the rule "plus" for eps, so replicas must use this rule, too.
+                # On one device, batch norm always adds eps to the variance (the rule "plus"), so replicas must, too.
                 module.__dict__["eps_mode"] = "plus"
                 # On one device, use the class that the layer had before its conversion.
                 if is_one and module._former_class is not None:
@@ -229,8 +229,8 @@ class Twin:
     def text_of_hooks(self) -> str:
         """Return a note about a hook that refers to the user's model in place of this copy, or "".
 
-        Such a hook writes a value into an attribute or a container of the user's model. The methods of the copied model
-        read the attribute of the copy instead, and never see this value.
+        A hook that refers to the user's model writes values into its attributes or containers. The methods of the
+        copied model read the attributes of the copy instead, and never see these values.
         """
         original = self._original.named_modules()
         held = [(f"{name}.{key}", value) for name, child in original for key, value in vars(child).items()]
@@ -241,7 +241,7 @@ class Twin:
         for module, hook, variables in hooks_of(self.module):
             values, code = [*variables.values(), *(hook.__defaults__ or ())], hook.__code__
             words = {name for other in codes - {code, None} for name in other.co_names} - OF_MODULES
-            # If the code calls `setattr`, the attribute's name is one of its constants.
+            # If the code calls `setattr`, the name of the attribute is among the constants of the code.
             words &= {*code.co_names, *code.co_consts}
             used = [key for value in values if isinstance(value, nn.Module) for key in vars(value) if key in words]
             if used := [*used, *[names[id(value)] for value in values if id(value) in names]]:
@@ -255,7 +255,7 @@ class Twin:
         return {name: tensor.detach() for name, tensor in tensors if tensor.layout == torch.strided}
 
     def _switch_off_dropout(self, name: str, module: nn.Module) -> None:
-        """Set the attributes of a module for the probability of dropout and stochastic depth to 0."""
+        """Set to 0 each attribute that holds the probability of dropout or stochastic depth in a module."""
         package = "timm" if type(module).__name__ == "DropPath" else type(module).__module__.partition(".")[0]
         is_of_torch = isinstance(module, (nn.RNNBase, nn.MultiheadAttention))
         names = ("dropout",) if is_of_torch else _PROBABILITIES.get(package, ())
@@ -266,7 +266,7 @@ class Twin:
 
     @torch.no_grad()
     def move_constants(self, is_moved: bool) -> None:
-        """Perturb parameters with all entries equal: a weight of zeros would hide errors in the layers before it."""
+        """Perturb parameters with equal entries: a weight of zeros, for example, hides errors of earlier layers."""
         for name, parameter in self.module.named_parameters():
             if is_moved and _trains(parameter) and bool(parameter.eq(first := parameter.flatten()[0]).all()):
                 size = (0.1 * first.abs()).clamp(min=0.02) * (0.5 + _numbers_like(parameter, name).abs())
@@ -311,7 +311,7 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
 
     Args:
         hook: a hook of the user's model.
-        copies: the copy of each module, by the id of the user's module.
+        copies: maps the id of each module in the user's model to the copied module.
     """
     closure = list[Any]()
     with suppress(ValueError):  # A variable in the closure of a hook may have no value yet.
@@ -327,11 +327,11 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
 def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
     """Run the backward pass of a copied model, and afterwards restore the gradients of tensors outside the copy.
 
-    The graph may contain parameters of the user outside of the model. They keep the values of `.grad`.
+    The graph may contain parameters of the user that are not in the model. Their `.grad` is unchanged afterwards.
 
     Args:
         loss: the tensor at the root of the backward pass.
-        of_copy: parameters and inputs of the copy, to leave with new gradients.
+        of_copy: parameters and inputs of the copy, which keep their new gradients.
         mode: function mode for hooks and recomputations in the backward pass.
     """
     known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
@@ -342,10 +342,10 @@ def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
     grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
     for leaf, _ in grads:
         leaf.grad = None  # If the user's gradient stayed in `.grad`, autograd would add to this tensor in place.
-    # In the backward pass, activation checkpointing runs parts of the forward pass again. These parts need the function
-    # mode, too.
+    # In the backward pass, activation checkpointing runs parts of the forward pass again. These parts need the torch
+    # function mode `mode`, too.
     with mode:
-        torch.autograd.backward(edge)  # Pass an edge: for a tensor, torch would disable the function mode.
+        torch.autograd.backward(edge)  # Pass a graph edge: with a tensor, torch disables the function mode.
     for leaf, grad in grads:
         leaf.grad = grad
 
@@ -355,7 +355,7 @@ _USUAL = {getattr(cls, name) for cls in (nn.DataParallel, DataParallelWithCallba
 
 
 class CheckedWrapper(DataParallelWithCallback):
-    """A `DataParallel` wrapper whose replicas all run on the CPU, each in a function mode of its own."""
+    """A `DataParallel` wrapper whose replicas all run on the CPU, each in its own torch function mode."""
 
     overridden: Sequence[str] = ()  # names of the methods that the class of the user's wrapper overrides
     modes: Sequence[CheckMode]  # function mode of each replica
@@ -427,13 +427,14 @@ def pads_samples(parallel: CheckedWrapper, inputs: Any, kwargs: Any) -> bool:
 
 
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:
-    """Find out the number of rows in each chunk that the user's own `scatter` has made.
+    """Return the number of rows in each of the chunks that the user's own `scatter` has made.
 
-    In the dimension of samples, the sizes of a tensor in all chunks add up to its size in the batch. The sizes in the
-    first such dimension are the numbers of rows. If no tensor has such a dimension, the lengths of lists are used.
+    A dimension holds samples if its sizes in all chunks add up to a size in the batch, as 2 + 2 + 1 rows add up to 5.
+    The sizes in the first such dimension are returned. If no tensor has such a dimension, the lengths of lists are
+    returned.
 
     Args:
-        chunks: (args, kwargs) of each chunk.
+        chunks: a list of pairs (args, kwargs), one pair for each chunk.
         arguments: (args, kwargs) of the batch.
         dim: dimension of samples in tensors, to try first.
     """

@@ -37,7 +37,7 @@ def parameters_of(module: nn.Module) -> dict[str, int]:
 
     A kind is a constant of `inspect`, such as `Parameter.VAR_POSITIONAL` for ``*args``.
 
-    If `inspect` cannot read the signature of `forward`, it counts as ``forward(*inputs, **kwargs)``.
+    If `inspect` cannot read the signature of `forward`, assume ``forward(*inputs, **kwargs)``.
     """
     while isinstance(module, DataParallel):  # The `forward` of a `DataParallel` passes any arguments to its module.
         module = module.module
@@ -101,7 +101,7 @@ class Arguments:
         self.sizes = self._sizes() if most > 1 and (inputs or kwargs) else []
 
     def chunks(self, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Sequence[Any]]:
-        """Return two lists with one entry for each chunk: its positional arguments, and its keyword arguments.
+        """Return two lists: the positional arguments of each chunk, and the keyword arguments of each chunk.
 
         In a call without arguments, there are no chunks, as in torch. A single chunk is not copied if it is already on
         the device of its replica.
@@ -134,10 +134,10 @@ class Arguments:
 
     @functools.cached_property
     def tree(self) -> Tree:
-        """All arguments of the call as one tree. Its root is a dict by the names of parameters of `forward`.
+        """All arguments of the call as one tree. The root maps the parameter names of `forward` to the arguments.
 
-        Positional arguments beyond the named parameters of `forward` belong to its ``*args``. They are in a dict with
-        their indices as keys, under the name of ``*args``.
+        Positional arguments beyond the named parameters of `forward` belong to its ``*args``. The root maps the name of
+        ``*args`` to a dict of these arguments, whose keys are their indices.
         """
         inputs, kwargs = self._inputs, self._kwargs
         # The names of parameters are needed only to look up entries in `in_dims`, and for errors about the split.
@@ -165,7 +165,7 @@ class Arguments:
 
     @functools.cached_property
     def dims(self) -> list[int | None]:
-        """The dimension along which each leaf of `tree` is split; None for a leaf that is not split this way."""
+        """The dimension along which each leaf of `tree` is split; None if the leaf is no tensor, or is not split."""
         return list(map(self._dim_of, self.tree.leaves))
 
     def describe_split(self) -> str:
@@ -209,7 +209,7 @@ class Arguments:
         return chunk_sizes(batch, self._most)
 
     def _rows(self, leaf: Leaf, dim: int | None) -> int | None:
-        """Return the number of rows of a tensor, or of entries of a list; None if every replica gets the whole leaf."""
+        """Return the number of rows in a tensor, or of entries in a list; None if every replica gets the whole leaf."""
         path, value, named = leaf
         if leaf.splits_by_entry():
             return len(value)
@@ -230,9 +230,9 @@ class Arguments:
         return next((path[:i] for i in range(1, len(path) + 1) if path[:i] in self.tree.lists), None)
 
     def _remedy_for_lists(self, *paths: Path) -> str:
-        """Return a part of the remedy in an error message, about lists around the leaves at `paths`.
+        """Return advice for an error message: `in_dims` for the lists that contain the leaves at `paths`.
 
-        If a list holds one entry for each sample, the user should pass dimension 0 for the list in `in_dims`.
+        If such a list holds one entry for each sample, the user should pass dimension 0 for the list in `in_dims`.
         """
         lists = dict.fromkeys(filter(None, map(self._outermost_list, paths)))
         return "".join([f", {_format_in_dims(path, 0)} for a list with an entry for each sample" for path in lists])

@@ -108,8 +108,8 @@ def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> 
     """Raise an error if replicas share a device, and any layer exchanges through a package other than this one.
 
     Replicas on one device run one at a time, and a replica that waits in a layer lets the next replica run. A layer of
-    another package, such as a copy of this package, does not pass on its turn while it waits, so the other replicas
-    could never run.
+    another package, such as a copy of this package, does not let the next replica run while it waits, so the other
+    replicas could never run.
     """
     for name, ctx in contexts.items():
         packages = list(filter(None, map(_package_of_pipe, vars(ctx).values())))

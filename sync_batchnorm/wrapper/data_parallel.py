@@ -123,7 +123,7 @@ class _ReplicationMixin(DataParallel[Any]):
     class would skip these base classes.
     """
 
-    # The last base class of a class derived for a patched object. It comes right before torch's `DataParallel`.
+    # If an object is patched, these classes come after its user's class, and before torch's `DataParallel`.
     _sync_behind = (AnyDeviceDataParallel,)
     # Default values of options. A wrapper that was loaded from a pickle of an older version lacks these options.
     _sync_timeout: float = DEFAULT_TIMEOUT
@@ -217,9 +217,9 @@ class _ReplicationMixin(DataParallel[Any]):
         describe_split = _default_steps_run.get({}).get((self, "scatter"), str)
         outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [describe_split(), look.note()])))
         look.warn()
-        # Warn about plain batch norms if no synchronized layer exchanged in this forward pass. But if the user made the
-        # replicas (`original is replica`), do not warn, because another coordinator may connect the layers of these
-        # replicas.
+        # Warn about plain batch norms if no synchronized layer exchanged in this forward pass. But do not warn if the
+        # user made the replicas, so that `original` is the replica itself: another coordinator may connect the layers
+        # of these replicas.
         if not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica:
             layers: Any = [it for it in runs[0].replica.modules() if vars(it).get("_sync_connection") is not None]
             if any([layer.training and layer.group_size != 1 for layer in layers]):
@@ -310,7 +310,7 @@ def patch(data_parallel: DataParallel[Any]) -> None:
 
 
 def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
-    """From a wrapper that is no longer patched, remove the devices that `nn.DataParallel` does not support.
+    """Remove unsupported devices from a wrapper that is no longer patched.
 
     `nn.DataParallel` supports neither the CPU nor several replicas on one device.
     """

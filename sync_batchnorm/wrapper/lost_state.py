@@ -1,8 +1,9 @@
 """Warn about attributes that `forward` sets on a replica and that the model loses, and about hooks that use the model.
 
 `self` in `forward` is a replica. An attribute set on the replica is lost when the replica ends. The variables of a hook
-refer to the model instead. So a hook may set an attribute of the model that `forward` reads from the replica, or read
-an attribute of the model that `forward` sets on the replica.
+refer to the model instead. So a hook and `forward` may use two different objects for one attribute: the hook sets it on
+the model, but `forward` reads it from the replica; or `forward` sets it on the replica, but the hook reads it from the
+model.
 """
 
 import dis
@@ -24,9 +25,9 @@ from ..torch_private import HOOKS, names_of_modules
 
 __all__: list[str] = []
 
-# The number of checked forward passes of a wrapper: this many in training mode, and as many again in eval mode. The
-# number is arbitrary. A few are enough, because a model that counts or averages something does it in each training
-# step.
+# For each wrapper, this number of forward passes is checked in training mode, and the same number in eval mode. The
+# number is arbitrary. A few forward passes are enough, because a model that counts or averages something does it in
+# each training step.
 LOOKS = 3
 _KINDS = frozenset({bool, int, float, complex, str})
 CHANGE_IN_PLACE = "Change buffers in place, as in self.step.add_(1), or set it outside forward()"
@@ -48,13 +49,15 @@ _READ += f"get an older value, or none. {REGISTER}"
 # the attribute. The counter is not an attribute of the wrapper, so a copy or pickle of a wrapper begins at zero.
 _looks: "WeakKeyDictionary[nn.Module, Counter[Any]]" = WeakKeyDictionary()
 
-# Wrapped module -> name of a parameter -> the number of forward passes that changed the parameter in place.
+# For each wrapped module, a counter. It maps the name of each parameter to the number of forward passes that changed
+# the parameter in place.
 _changes: "WeakKeyDictionary[nn.Module, Counter[str]]" = WeakKeyDictionary()
 
 # The state of a model at one moment. For each module: (the prefix of names in this module, such as "layer1.bn."; its
 # attributes, parameters, buffers and submodules by name; the data of its parameters by name).
 Snapshot = dict[nn.Module, tuple[str, dict[str, Any], dict[str, Tensor]]]
-# For the name of each attribute to warn about: (the text that shows the attribute, the remedy or the name of a hook).
+# A dict of the attributes to warn about. It maps the name of an attribute to a pair: (the text that shows the
+# attribute; the remedy, or the name of the hook that reads the attribute).
 Found = dict[str, tuple[str, str]]
 
 
@@ -84,7 +87,7 @@ class Look:
 
     def note(self) -> str:
         """Return a text about hooks that set or read attributes of the model, for the note on an error."""
-        # The failure may have left replicas or devices in a broken state, and any access may raise another error.
+        # After a failure, replicas or devices may be in a broken state, and any access to them may raise another error.
         with suppress(Exception):
             return " ".join([f"In this forward pass, {text}." for text in self._texts(has_ended=False)])
         return ""
@@ -102,14 +105,13 @@ class Look:
     def _of_hooks(self, has_ended: bool) -> Iterator[tuple[str, Found]]:
         """Yield (text of the warning, attributes to name in it) for each of the two warnings about hooks of the model.
 
-        There are two warnings about hooks. The first warning names attributes that were set on the model while replicas
-        ran. The second warning names attributes that a hook reads from the model, although `forward` set another value
-        on the replica.
+        The first warning names attributes that were set on the model while replicas ran. The second warning names
+        attributes that a hook reads from the model, although `forward` set another value on the replica.
         """
         on_model, on_replica = _reassigned(self._of_model), _reassigned(self._of_replica)
         changed = [(name, old) for name, (_, _, old, new) in on_model.items() if not _are_equal(old, new)]
-        # An attribute that was missing or None before this forward pass may be a cache that is filled once. Any other
-        # attribute changes again in a later forward pass, and the warning names it then.
+        # Skip an attribute that was missing or None before this forward pass: it may be a cache, which is filled only
+        # once. If the attribute is no cache, it changes again in a later forward pass, and the warning then names it.
         yield _SET, {name: (name, "") for name, old in changed if old is not None or not has_ended}
         found: Found = {}
         for _, hook, variables in hooks_of(self._original) if on_replica else ():
@@ -208,10 +210,10 @@ def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: boo
 class ParameterChanges:
     """Find parameters that `forward` changes in place, although replicas on one device share the parameters' memory.
 
-    Such replicas run in turns, so each replica repeats the change on the result of the replica before. The repetition
-    may be harmless: a second `clamp_` changes nothing, and the `max_norm` of an embedding may change other rows in each
-    replica. The fault is certain only if one turn changes an element of the parameter, and a later turn changes the
-    same element again.
+    Replicas on one device run one after another, so each replica repeats the change on the values that the replica
+    before left. The repetition may be harmless: a second `clamp_` changes nothing, and the `max_norm` of an embedding
+    may change other rows in each replica. The fault is certain only if one turn changes an element of the parameter,
+    and a later turn changes the same element again.
 
     To find elements that change twice, a parameter is copied before and during a forward pass. Copies are made in only
     a few forward passes, after the first forward pass in which the parameter changed.
@@ -223,8 +225,8 @@ class ParameterChanges:
         self._parameters = {name: (p, p._version) for name, p in parameters if p.layout == torch.strided}
         self._counts = _changes.setdefault(module, Counter())
         watched = [name for name in self._counts if self._counts[name] <= LOOKS and name in self._parameters]
-        # For each watched parameter, a list of copies: one from before the forward pass, and one from after the first
-        # turn of a replica that changes the parameter.
+        # For each watched parameter, a list of copies: the first from before the forward pass. The second is made after
+        # the first turn that changed the parameter. In a turn, one replica runs.
         self.watched = {name: [self._parameters[name][0].detach().clone()] for name in watched}
 
     def look(self) -> None:

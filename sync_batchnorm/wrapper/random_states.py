@@ -5,8 +5,9 @@ depend on the draws of the other replicas. An activation checkpoint would fail, 
 pass from a saved state of the generator, but without the draws of other replicas that came in between.
 
 The obvious way is a generator for each replica. It fails, because functions such as dropout always use the default
-generator. Our way uses that replicas on one device run one at a time. Whenever another replica begins to run, the
-default generator gets the state of this replica:
+generator. In our way, replicas share the default generator, but each replica has its own state of it. This works
+because replicas on one device run one at a time. Whenever another replica begins to run, the default generator gets the
+state of this replica:
 
     generator    caller | replica 0 | replica 1 | replica 0 | caller
     states         c    |    s0     |    s1     |    s0'    |   c'

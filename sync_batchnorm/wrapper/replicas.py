@@ -9,18 +9,18 @@ graph, and the replicas on this device get views of the copy:
                              on cuda:1 --two views--> replica 2
                                                   --> replica 3
 
-In the backward pass, autograd adds up the gradients of a parameter: first of its views on each device, then of all
-devices. Buffers are not in the autograd graph. Replica 0 uses the buffers of the model itself, and every other replica
-gets copies of them.
+In the backward pass, autograd adds up the gradients of a parameter: first the gradients of its views on each device,
+then the sums of all devices. Buffers are not in the autograd graph. Replica 0 uses the buffers of the model itself, and
+every other replica gets copies of them.
 
 NOTE [conversions in replicas]: A `forward` may call ``self.layer.to("cuda:0")``. In `nn.DataParallel`, such a call is
 harmless, because modules of replicas have no registered parameters. Our replicas have registered parameters, which must
 stay on the replica's device. So in a replica, `to`, `cuda` and `half` may change the dtype, but never the device.
 
 The methods `to`, `cuda` and `half` all call `nn.Module._apply`. Making the first replica patches `_apply` for the whole
-process; modules outside replicas behave as before. It does not work to set an attribute `_apply` on the replica's
-modules instead. A user's class may override the method, and a copy of a module's `__dict__` would convert the original
-module.
+process; modules outside replicas behave as before. Setting an attribute `_apply` on the replica's modules instead does
+not work. The attribute would hide an `_apply` that a user's class defines. A copy of a module's `__dict__` would
+contain the attribute, too, which would convert the original module in place of the copy.
 
 NOTE [hooks of replicas]: Each module of a replica gets its own dictionaries of hooks. So a hook that `forward`
 registers on the replica ends with the replica. Hooks of the model run as in `nn.DataParallel`: if a hook is a method of
@@ -247,7 +247,7 @@ def _make_replica(modules: Sequence[nn.Module], tensor_of: Tensors, bound: Seque
 
 
 def _rebind(value: Any, copy_of: Any) -> Any:
-    """Return a bound method or partial in which modules of the replica replace the modules of the model.
+    """Return a copy of a bound method or partial that refers to the replica's modules in place of the model's modules.
 
     Return any other value unchanged.
     """

@@ -87,7 +87,8 @@ class ForwardPass:
     def prepare(self, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> list["ReplicaRun"]:
         """Return a `ReplicaRun` for each replica, which will run with the modes of this thread, such as grad mode."""
         runs = [ReplicaRun(replica, self, i, devices[i]) for i, replica in enumerate(replicas)]
-        # The method `apply` saves the modes again. But users may call the replicas without `parallel_apply`.
+        # The method `apply` will save the modes again. But `apply` is not called if users call the replicas themselves,
+        # without `parallel_apply`.
         self._save_modes(runs)
         return runs
 
@@ -109,8 +110,8 @@ class ForwardPass:
         except BaseException as error:
             raised = error
         failure = self._failure(raised, describe)
-        # Forget the runs of this forward pass. If a replica is stuck, this forward pass does not count as over, and
-        # `prepared_runs` would return its runs in the next forward pass.
+        # Forget the runs of this forward pass. Otherwise, if a replica is stuck, `prepared_runs` would return these
+        # runs in the next forward pass, because this forward pass does not count as over.
         _prepared.set(())
         if failure is not None:
             try:
@@ -164,7 +165,7 @@ class ForwardPass:
 
 @cache
 def _autocast_device_types() -> Sequence[str]:
-    """Return the device types for which autocast can be switched on separately: "cpu" and that of the accelerator."""
+    """Return the device types with an autocast setting of their own: "cpu", and the type of the accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
@@ -177,8 +178,8 @@ class ReplicaRun:
 
     def __init__(self, replica: nn.Module, forward_pass: ForwardPass, number: int, device: torch.device) -> None:
         self.replica, self.forward_pass, self.number, self.device = replica, forward_pass, number, device
-        # The current CUDA stream of the caller's thread, for this replica. If it is None, the replica uses the current
-        # stream of its own thread.
+        # The CUDA stream on which the replica runs: the current stream of the caller's thread. If None, the replica
+        # uses the current stream of its own thread.
         self.stream: torch.cuda.Stream | None = None
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -347,7 +348,7 @@ def _start(thread: Thread, ended: "SimpleQueue[int]", i: int, run: "ref[ReplicaR
 
 
 def _has_ended(thread: Thread | None) -> bool:
-    """Return whether a thread ended. False for a thread that is not started yet: its `ident` is None."""
+    """Return whether a thread has ended. A thread that has not started yet (its `ident` is None) has not ended."""
     return thread is None or (thread.ident is not None and not thread.is_alive())
 
 
@@ -380,7 +381,7 @@ def _work_and_stay(works: "SimpleQueue[Any]", idle: list[Any], device: torch.dev
 
 
 def _thread_state() -> tuple[Any, ...]:
-    """Return the settings of torch for this thread, such as grad mode, that a `forward` may leave changed."""
+    """Return the settings of torch in this thread that a `forward` may change and not restore, such as grad mode."""
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_device_types()]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), saved_tensors_hooks(True)
     # Count the function modes and dispatch modes that are active. A default device is such a mode.

@@ -158,8 +158,8 @@ def _is_misplaced(leaf: Leaf) -> bool:
     """Return whether a leaf of a replica's output is forbidden, because gathering would lose its values.
 
     If a leaf is not a tensor, gathering keeps only the value of replica 0. So a number is forbidden: it may differ
-    between replicas, as a count or a loss does. Any other object is allowed beside tensors in a mapping or dataclass,
-    and wherever `out_dims` names it.
+    between replicas, as a count or a loss does. Any other object, such as a string, is allowed inside a mapping or
+    dataclass, and wherever `out_dims` names it.
     """
     value = leaf.value
     if leaf.dim is None or value is None or isinstance(value, (Tensor, list)):
@@ -179,8 +179,8 @@ def _is_number(value: Any) -> bool:
 def _agree(leaf: Leaf, other: Any) -> bool:
     """Return whether a leaf of replica 0's output can be gathered with `other`, the same leaf of another replica.
 
-    Gathering concatenates tensors, and also lists with an entry for each sample, so only their types must be equal. For
-    any other leaf, the values in both replicas must be equal.
+    Tensors are concatenated, and so are lists with an entry for each sample. In these cases, it is enough that both
+    replicas return a tensor, or both a list. Any other leaf must have the same value in both replicas.
     """
     value = leaf.value
     if (isinstance(value, Tensor) and leaf.dim is not None) or leaf.splits_by_entry():
