@@ -2,8 +2,8 @@
 
 The inputs and outputs of all module calls in all replicas would take too much memory. Therefore only one device records
 them, in a first pass. The replicas run later, and record nothing: each module call is compared with the record of one
-device when the call ends. When all replicas have made this call, the record is deleted. It is kept if the output of one
-replica is wrong.
+device when the call ends. When all replicas have made the call, the record of the call is deleted, unless the output of
+a replica is wrong.
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -26,8 +26,8 @@ class RecordMode(CheckMode):
         super().__init__(dtype)
         # The recorded module calls, in the order in which they ended
         self.calls: dict[tuple[str, int], ModuleCall] = {}
-        # Maps each living tensor to the last copy of it, and to the version counter of the tensor at that time. So a
-        # tensor that is the output of one module and the input of the next module is copied only once.
+        # Maps each living tensor to its latest copy, and to the version counter that the tensor had when it was copied.
+        # So a tensor that is the output of one module and the input of the next module is copied only once.
         self._copies: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
@@ -95,13 +95,13 @@ def contains_synchronized(module: nn.Module) -> bool:
 
 
 def suspects_in(call: ModuleCall, model: nn.Module) -> dict[int, ModuleCall]:
-    """Return the calls with right inputs and a wrong output, as a dict from the number of the replica to its call.
+    """Return the calls in replicas that turn right inputs into a wrong output, as a dict by the number of the replica.
 
     The output of a synchronized layer depends on the inputs in all replicas. So a synchronized layer is a suspect only
     if the inputs in all replicas agree with one device.
 
     Args:
-        call: the call on one device, with the same call in all replicas.
+        call: the call on one device; `call.in_replicas` holds the same call in the replicas.
         model: the copy of the model with replicas.
     """
     if None in call.in_replicas.values() and contains_synchronized(model.get_submodule(call.key[0])):

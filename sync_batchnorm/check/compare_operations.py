@@ -1,9 +1,10 @@
 """Observe the operations inside one module call, and compare their results in replicas with those on one device.
 
-An **operation** is a call of a torch function in the code of the module itself, or a call of a submodule. It is found
-on one device by its place in the user's source code, and by the number of earlier runs of this place. These numbers do
-not match in a loop of another length, or in a backward pass with the hooks of all replicas. In these cases, a run in a
-replica is compared with the run of the same place on one device that has the same inputs.
+An **operation** is a call of a torch function in the code of the module itself, or a call of a submodule. An operation
+in a replica and an operation on one device are the same if they have the same place in the user's source code, and the
+same number of earlier runs of this place. These numbers do not match in a loop of another length, or in a backward pass
+with the hooks of all replicas. In these cases, a run in a replica is compared with the run of the same place on one
+device that has the same inputs.
 
 The **rows** of a replica in a tensor are found by the sizes of the tensor: a dimension holds samples if its size is
 proportional to the number of rows in the replica's chunk (see `chunk_of`). This fails for sizes that depend on values,
@@ -60,8 +61,9 @@ class Place(NamedTuple):
     """The place of an operation in the user's source code."""
 
     code: CodeType  # code object of the user's function
-    # Line, last line, column and last column of the call in the source code. Not the offset of its instruction: since
-    # Python 3.12, a call behind `a if b else c` may have two instructions.
+    # The first line, last line, first column and last column of the call in the source code. The offset of a bytecode
+    # instruction would not identify the call: since Python 3.12, a call after `a if b else c` may be compiled to two
+    # instructions.
     position: tuple[int | None, ...]
     name: str  # name of the called torch function or submodule
 
@@ -81,7 +83,7 @@ class Place(NamedTuple):
 
 
 def _place(frame: FrameType, name: str) -> Place:
-    """Return the place of the call of `name` that `frame` runs."""
+    """Return the place in the source code that `frame` runs now. `name` is the name of the called function."""
     return Place(frame.f_code, next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)), name)
 
 
@@ -90,7 +92,7 @@ class Operation:
     """One run of an operation, on one device or in a replica."""
 
     place: Place
-    number: int  # number of earlier runs of the same place in the pass
+    number: int  # number of earlier runs, in this pass, of the operation at the same place in the source code
     synchronizes: bool  # whether the result depends on the inputs of other replicas, too
     # The fields of an operation on one device:
     arguments: Any = None  # copies of the inputs
@@ -100,11 +102,11 @@ class Operation:
     called: Any = None  # the call as (torch function, args, kwargs); None for a call of a submodule
     on_one: "Operation | None" = None  # the same operation on one device, or None if one device has not run it
     rows: Rows = WHOLE  # which rows of the batch are in the replica's chunk
-    # The inputs that differ from one device, as pairs (input in the replica, input on one device). For a tensor, the
-    # pair contains the operation that made the tensor, or None if the tensor comes from outside the observed code. A
-    # number or string is in the pair itself.
+    # A pair (in the replica, on one device) for each input that differs. If the input is a number or string, the pair
+    # holds its two values. If the input is a tensor, the pair holds the operation that made the tensor in the replica,
+    # and the operation that made it on one device; None for a tensor from outside the observed code.
     different_inputs: list[tuple[Any, Any]] = field(default_factory=list)
-    # If an input has two dimensions of samples, as a similarity matrix has, this is the operation that made the input.
+    # The operation that made an input with two dimensions of samples, such as a similarity matrix, if there is one
     pairs: "Operation | None" = None
     has_pairs: bool = False  # whether two dimensions of the result hold samples, as in a similarity matrix
     differs: bool = False  # whether the result differs from the result on one device
@@ -115,7 +117,7 @@ class Operation:
         return [pair for pair in self.different_inputs if any(isinstance(origin, Operation) for origin in pair)]
 
     def gets_another(self) -> bool:
-        """Return whether an input tensor differs from one device, and comes from outside the observed code."""
+        """Return whether any input tensor from outside the observed code differs from the tensor on one device."""
         return (None, None) in self.different_inputs
 
     def is_candidate(self) -> bool:
@@ -123,26 +125,26 @@ class Operation:
         return self.differs and self.fits and bool(self.origins() or not self.synchronizes)
 
     def gets_the_same(self) -> bool:
-        """Return whether the inputs that come from other operations all agree with one device."""
+        """Return whether all inputs that were made by observed operations agree with the inputs on one device."""
         return self.on_one is not None and not self.origins()
 
     def gets_the_same_floats(self) -> bool:
-        """Return whether the inputs from other operations all agree, and all results are floats or complex numbers."""
+        """Return whether the inputs agree (see `gets_the_same`), and all results are floats or complex numbers."""
         results = tensors_of(self.on_one and self.on_one.result)
         return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
     def roots(self) -> "set[Operation | None]":
-        """Return the operations where the differences in the inputs begin; None stands for an unknown operation."""
+        """Return the operations where differences in this operation's inputs begin; None for an unknown operation."""
         pairs = self.origins()
         origins = {here if here and here.on_one is there and here.differs else None for here, there in pairs}
         roots = {root for origin in origins for root in (origin.roots() if origin else {None})} or {self}
-        # If one operation made all inputs that differ, and this operation has several roots, return this operation in
-        # place of its roots.
+        # The roots of an operation are the operations where the differences in its inputs begin. If a single operation
+        # made all inputs that differ, and has several roots, return this single operation.
         return roots if len(roots) == 1 or len(origins) > 1 else origins
 
     def has_size_of_values(self) -> bool:
         """Return whether the shape of the result depends on values, as for `nonzero`."""
-        # Tensors on the meta device have no values, so a function that needs values raises an error.
+        # Tensors on the meta device have no values, so an operation that needs values raises an error.
         with suppress(Exception):
             args, kwargs = mapped(self.called[1:], lambda tensor: tensor.detach().to("meta"))
             return self.called[0](*args, **kwargs) is NotImplemented
@@ -153,7 +155,7 @@ class _OperationMode(CheckMode):
     """Observe the operations of one module call, or of the user's code in a backward pass.
 
     Args:
-        dtype: dtype of the pass.
+        dtype: the dtype in which the pass computes.
         key: key of the module call; None for the user's code in a backward pass.
     """
 
@@ -275,23 +277,23 @@ class RecordOperations(_OperationMode, RecordMode):
 
 
 class CorrectOperations(_OperationMode):
-    """Compare operations in replicas with one device, and replace wrong results of some operations by right results.
+    """Compare operations in a replica with the same operations on one device, and replace some of the wrong results.
 
     Args:
         one: the operations on one device.
         rows: the rows of the replica in a forward pass, or the rows of all replicas in a backward pass.
-        accepts: whether to replace the wrong result of an operation.
+        accepts: function that returns whether to replace the wrong result of an operation.
     """
 
     def __init__(self, one: RecordOperations, rows: Sequence[Rows], accepts: Accepts) -> None:
         super().__init__(one.dtype, one.key)
         self.one, self._rows, self._accepts = one, rows, accepts
         self._alive: list[Tensor] = []  # keeps results alive, because Python may reuse the id of a freed tensor
-        # Maps each place in the source code to its first run that may be faulty
+        # Maps each place in the source code to the first run of the operation at this place that may be faulty
         self.candidates = dict[Place, Operation]()
         self.is_right = False  # whether the output of the observed call agrees with one device
         self.output: Any = None  # output of the observed call
-        # An artificial operation, which gets the output of the observed call as input
+        # An `Operation` that stands for the end of the observed call: its input is the output of the call
         self.of_output: Operation | None = None
 
     def end(self, call: ModuleCall, output: Any) -> Any:
@@ -312,8 +314,8 @@ class CorrectOperations(_OperationMode):
             self._compare_inputs(operation, arguments, other.arguments, rows)
             if operation.gets_the_same() and not operation.gets_another():
                 return
-        # In a backward pass, the hooks of all replicas run in any order, so runs with the same number need not
-        # correspond.
+        # In a backward pass, the hooks of all replicas run in any order. So the n-th run of a line in replicas need not
+        # correspond to the n-th run of this line on one device.
         if not same or not self.key:
             operation.on_one = None
 
@@ -335,7 +337,8 @@ class CorrectOperations(_OperationMode):
         right = self._compare_result(operation, output)
         if operation.is_candidate():
             self.candidates.setdefault(operation.place, operation)
-            # The user's code will use the same tensor object again, so write the right values into this object.
+            # After an operation in place, the user's code goes on with the same tensor object. So write the right
+            # values into this object.
             if self._accepts(operation) and is_in_place:
                 output.data.copy_(right[id(output)])
             elif self._accepts(operation):

@@ -102,7 +102,7 @@ class Investigation:
         return in_pass + joined(*texts, most=MOST_WORDS - len(in_pass.split()))
 
     def _of_caller(self, what: str, evidence: Sequence[str]) -> list[str]:
-        """Return the parts of the error message in case no module call is at fault."""
+        """Return the parts of the error message for a difference that no module call explains."""
         overridden = self._many.parallel.overridden if self._difference.kind in IN_FORWARD else ()
         note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used" if overridden else ""
         why, line = "" if evidence or (self._hooks and self._difference.name is None) else self._why(), ""
@@ -113,13 +113,13 @@ class Investigation:
         return [what, self._hooks, line, *evidence, self._rows(), note, why, self._state() or self._calls()]
 
     def _why(self) -> str:
-        """Return the cause of the difference in case no module call is at fault; "" if the cause is not certain."""
+        """Return the cause of a difference that no module call explains; "" if the cause is not certain."""
         kind, name = self._difference[:2]
         why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
-        # The cause from `cause_of` is wrong in two cases. First, a buffer that changes in place is no fault in a
-        # synchronized layer. Second, a `gather` of the user's may return a list. Then the user's loss function gets a
-        # list from replicas and a tensor from one device.
+        # The cause from `cause_of` is wrong in two cases. First, a synchronized layer may change a buffer in place
+        # without a fault. Second, the user's own `gather` may return a list. Then the user's loss function gets a list
+        # from replicas and a tensor from one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 
@@ -135,9 +135,10 @@ class Investigation:
         return f"{where} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
 
     def _rows(self) -> str:
-        """Return a note if an output has the right rows in a wrong order.
+        """Return a note if an output in replicas has the same rows as on one device, but in another order.
 
-        The order can be wrong if the output has more or fewer rows than the batch has samples.
+        The order can differ if the output has more or fewer rows than the batch has samples. For example, if a model
+        computes two views of each sample, the output `torch.cat([z1, z2])` has twice as many rows.
         """
         one, many = (taken["output"].get(self._difference.name) for taken in (self._of_one, self._of_many))
         total = self._check.rows[0].total
@@ -158,7 +159,7 @@ class Investigation:
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
         """Run the pass in replicas with these function modes; return whether the wrong result changes."""
         kind, name = self._difference[:2]
-        with suppress(FailsInReplicas):  # Later code in a replica may refuse the shape of the replaced output.
+        with suppress(FailsInReplicas):  # Code after the replaced output may refuse its shape.
             seen = TwinRun(self._check, False, self._index).take(self._index, kind, modes)[kind]
             return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
         return False
@@ -208,7 +209,7 @@ class Investigation:
 
         Args:
             call: the call on one device.
-            suspects: the same call in replicas with a wrong output, by the number of the replica.
+            suspects: the same call in each replica where its output is wrong, by the number of the replica.
             state: note about attributes that differed before the pass, or "".
         """
         first, module = min(suspects), self._many.module.get_submodule(call.key[0])
@@ -227,7 +228,7 @@ class Investigation:
         text, operation, why = line
         module = self._many.module.get_submodule(call.key[0])
         called = {operation.place.name} if operation else suspect.called
-        if "grad" in called:  # Do not name the line of this call: the fault may be in the value that it differentiates.
+        if "grad" in called:  # The fault may be in the value that autograd.grad differentiates.
             return _GRADIENT
         names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
         changed = names and f"{names} changed in this pass"
@@ -250,10 +251,10 @@ class Investigation:
     def _mixes_samples(self, module: nn.Module, call: ModuleCall, number: int, suspect: ModuleCall) -> bool:
         """Return whether the output of a module for one sample depends on other samples.
 
-        A module does not count if its output changes from call to call.
+        If the output of the module changes from call to call with the same inputs, return False.
 
-        For this test, a copy of the module runs outside the model: twice with the inputs of replica `number`, and once
-        with the inputs on one device.
+        The test calls a copy of the module alone, outside the model: twice with the module's inputs from replica
+        `number`, and once with its inputs from one device.
         """
         with suppress(Exception), CheckMode(self._check.dtype):
             alone = copied(module, self._check.dtype)
@@ -278,7 +279,7 @@ class Investigation:
         return _text_of_calls(self._many, self._record.begun, _BY_SAMPLE, path)
 
     def _changed_parameter(self, call: ModuleCall) -> str:
-        """Return a note if the module changes a parameter in place, and the new value differs in replicas."""
+        """Return a note if the module changes a parameter in place, to another value in replicas than on one device."""
         one, many = (taken["parameter"] for taken in (self._of_one, self._of_many))
         for name, _ in call.module.named_parameters(prefix=call.key[0]):
             if name in many and name not in self._of_one["assigned"] and not agree(many[name], one[name]):
@@ -288,7 +289,7 @@ class Investigation:
 
 
 def _text_of_calls(run: TwinRun, on_one: Mapping[str, int], remedy: str, path: str = "") -> str:
-    """Return a note about the first synchronized layer that replicas call more or less often than one device.
+    """Return a note about the first synchronized layer whose number of calls in a replica differs from one device.
 
     Args:
         run: the run in replicas.
@@ -342,8 +343,8 @@ def text_of_failure(error: Exception, run: TwinRun) -> str:
     calls = _text_of_calls(run, run.check.begun, _AS_OFTEN) if isinstance(error, ReplicaSyncError) else ""
     text = f"runs on one device, but not in replicas: {type(error).__name__}: {calls or shortened(error, 30)}"
     where = ""
-    # Find the module call that raised this error. The other replicas wait for the failed replica, and then raise errors
-    # of their own.
+    # Find the module call that raised this error. Ignore errors of the other replicas: they fail only because they wait
+    # for the failed replica.
     for call, _ in [mode.failed for mode in run.parallel.modes if mode.failed and mode.failed[1] is error]:
         where = f"raised in {_name_of_call(call, run.module)}"
         module = run.module.get_submodule(call.key[0])
@@ -404,7 +405,7 @@ def _plain(value: Any, depth: int = 4) -> Any:  # The depth is arbitrary.
 def _name_of_call(call: ModuleCall, model: nn.Module) -> str:
     """Return the name and class of a called module, for messages.
 
-    If a base class has the same name, the name of the class includes the file of the class.
+    If the class has the same name as one of its base classes, the text includes the Python module of the class, too.
     """
     (name, number), cls = call.key, type(model.get_submodule(call.key[0]))
     has_namesake = cls.__name__ in [base.__name__ for base in cls.__mro__[1:]]
@@ -441,7 +442,7 @@ def _synchronizes(module: Any) -> bool:
     return _uses_batch(module) and module.group_size != 1
 
 
-# NOTE [tried for gradients]: to name the faulty module of a wrong gradient, by hooks on tensors. They searched for the
-# last call of the backward pass with a correct gradient of its output and a wrong gradient of its input. Of 11 planted
-# faults, this named the right module 7 times, and its successor twice. It fails because a hook of the user runs first,
-# and because results computed under no_grad have no gradient to compare.
+# NOTE [tried for gradients]: hooks on tensors, to find the faulty module behind a wrong gradient. The hooks searched
+# for the last module call in the backward pass with a correct gradient of its output and a wrong gradient of its input.
+# For 11 planted faults, this named the right module 7 times, and the module after it twice. The method fails because a
+# hook of the user runs first, and because results computed under no_grad have no gradient to compare.

@@ -59,7 +59,7 @@ def line_of_call(check: Check, index: int, key: tuple[str, int], number: int) ->
 
     def take(accepts: Accepts) -> CorrectOperations | None:
         modes = [CorrectOperations(one, [rows], accepts) for rows in check.rows]
-        # A later operation may refuse the shape of a replaced result, and raise an error.
+        # If a replaced result has another shape than before, a later operation may raise an error.
         with suppress(FailsInReplicas):
             TwinRun(check, False, index).take(index, "output", modes)
             return modes[number]
@@ -114,8 +114,9 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
     candidates = [*filter(Operation.gets_the_same_floats, together.candidates.values() if together else ())]
     for operation in candidates[:_MOST]:
         alone = patch_alone(operation)
-        # The message names this operation in two cases: its patch alone makes the output right; or its patch alone
-        # changes the output, and all patches together make the output right.
+        # A patch replaces the result of one operation by the right result. The message names this operation in two
+        # cases: its patch alone makes the output right; or its patch alone changes the output, and all patches together
+        # make the output right.
         contributes = alone and together and together.is_right and not agree(alone.output, as_it_is.output)
         if alone and (alone.is_right or contributes):
             return _line_of(operation)
@@ -133,10 +134,10 @@ def _origin_of(operation: Operation) -> Operation | None:
         # The wrong result comes from a synchronized layer. Its inputs agree in this replica, so the fault lies in
         # another replica.
         return None
-    # The operation may be correct, because it may select rows by their values.
+    # A result of another shape is no fault if the operation selects rows by their values.
     if root and not root.fits and root.has_size_of_values():
         root = None if any(here and here.fits for here, _ in operation.origins()) else operation
-    # A call of a submodule cannot be the origin, because the check would have named a faulty submodule before.
+    # The origin cannot be a call of a submodule: the check tests submodules first, and would have named a faulty one.
     return root if root and (root is not operation or operation.called) else None
 
 
@@ -187,7 +188,7 @@ def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation)
     first, again, other = (RecordOperations(check.dtype, key) for _ in range(3))
     for seed, mode in ((index, first), (index, again), (index + 1, other)):
         side.take(seed, "output", [mode])
-    with suppress(LookupError):  # The operation may not run in each of these passes, and then is not found.
+    with suppress(LookupError):  # A pass that did not run the operation has no record of it.
         if _varies(operation, first, again):
             return CHANGES
         if _varies(operation, again, other):
@@ -198,7 +199,7 @@ def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation)
 def _varies(operation: Operation, before: RecordOperations, after: RecordOperations) -> bool:
     """Return whether an operation returns different results in two passes with the same inputs.
 
-    The inputs are those of the module call that contains the operation.
+    If the module call that contains the operation has different inputs in the two passes, return False.
     """
     if not agree(before.arguments, after.arguments) or operation.on_one is None:
         return agree(before.arguments, after.arguments) and before.times != after.times

@@ -1,8 +1,8 @@
 """Check that replicas of a model compute the same as one device: `assert_matches_one_device`.
 
-The obvious check compares the output of each layer. It fails for models that are right as a whole, such as a model that
-sums in its `gather`. Therefore only results for the caller of the model count: outputs, loss, gradients, parameters and
-buffers, in three training passes.
+The obvious check compares the output of each layer. It finds false errors in models that are right as a whole, such as
+a model whose `gather` sums the outputs of replicas. Therefore the check compares only results that the caller of the
+model gets: outputs, loss, gradients, parameters and buffers of three training passes.
 
     three passes --differ--> is it rounding? --no--> explanation.Investigation (names the module, line and cause)
          |                         |
@@ -110,7 +110,7 @@ def _compare(check: Check) -> str:
     for index in range(_PASSES):
         one = one or TwinRun(check, True, index)
         of_one = _on_one_device(check, one, index)
-        many = many or TwinRun(check, False, index)  # Only now make the copy for replicas, which needs memory.
+        many = many or TwinRun(check, False, index)  # Make the copy for replicas only now, because it needs memory.
         of_many = many.take(index)
         _refuse_unseen(check, of_many)
         doubt = doubt or _hidden_by_equal_chunks(check, of_one, of_many)
@@ -126,8 +126,8 @@ def _compare(check: Check) -> str:
 def _hidden_by_equal_chunks(check: Check, one: Observed, many: Observed) -> str:
     """Return a warning if each replica may return the mean of its chunk, and all chunks are equal; otherwise "".
 
-    If each replica returns the mean of its chunk, the mean of these values is the mean of the batch only for chunks of
-    equal size. So a check with equal chunks cannot find this error.
+    If each replica returns the mean of its chunk, the mean of these values is the mean of the batch for chunks of equal
+    size, and a wrong value for other chunks. So a check with equal chunks cannot find this error.
     """
     are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
     if len({len(rows.here) for rows in check.rows}) > 1 or not are_means:
@@ -140,7 +140,7 @@ def _hidden_by_equal_chunks(check: Check, one: Observed, many: Observed) -> str:
 
 
 def _on_one_device(check: Check, one: TwinRun, index: int) -> Observed:
-    """Run a pass on one device. Add a note to an error: it comes from a copy of the model on the CPU."""
+    """Run a pass on one device. To an error, add a note: it was raised by a copy of the model on the CPU."""
     try:
         return one.take(index)
     except Exception as error:
@@ -156,7 +156,7 @@ def _on_one_device(check: Check, one: TwinRun, index: int) -> Observed:
 def _steps_of_torch_named() -> Iterator[None]:
     """Replace torch's errors about tensors on the CPU by an error with a remedy.
 
-    The new error names the user's method, and the method that the user should call instead.
+    The new error names the user's method that called torch, and the method of this library to call instead.
     """
     try:
         yield

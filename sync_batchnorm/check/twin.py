@@ -54,7 +54,7 @@ def seed(number: int) -> None:
 # hooks call the following function, which is made overridable.
 @wrap_torch_function(lambda name, *_: (name,))
 def notify_module_call(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
-    """Tell the function mode of this thread that a module call begins, or has ended if an output is given."""
+    """Tell the function mode of this thread that a module call begins. If an output is given, the call has ended."""
 
 
 CallKey = tuple[str, int]  # name of the called module, and the number of earlier calls of this module in the pass
@@ -66,13 +66,14 @@ class ModuleCall:
 
     module: Any  # the called module, or None for code outside of all modules
     key: CallKey
-    # Names of some functions that the module calls directly: "batch_norm", "sync_batch_norm" and "grad".
+    # Which of these functions the module calls directly, by name: "batch_norm", "sync_batch_norm" and "grad".
     called: set[str] = field(default_factory=set)
     # The arguments of the call: (args, kwargs). A call on one device keeps a copy of its arguments. A call in a replica
     # keeps its arguments only if its output is wrong.
     arguments: Any = None
     output: Any = None  # a copy of the output of a call on one device; None for a call in a replica
-    # If the output of a call in a replica is wrong: the name of the tensor with the largest gap, and this gap in words.
+    # For a call in a replica with a wrong output: the name of the tensor that differs most from one device, and this
+    # difference in words.
     gap: tuple[str, str] = ("", "")
     # For a call on one device, this dict maps the number of each replica to the same call in the replica. The value is
     # None if the arguments of the call in the replica differ from those on one device.
@@ -134,9 +135,9 @@ class CheckMode(TorchFunctionMode):
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and (self.failed is None or self.failed[1] is not error):
             self.failed = self._running[-1], error
-        # After an error, `_running` may still contain calls of other modules that have ended. This happens if an error
-        # skips the hook at the end of a call, or if a hook of the user raises an error before our hook at the start of
-        # a call.
+        # The list `_running` holds the running module calls. After an error, it may still hold calls that have ended,
+        # because the error skipped the hook at their end. It may also lack the call of this module, because a hook of
+        # the user raised an error before our hook at the start of the call.
         while any(call.module is module for call in self._running):
             call = self._running.pop()
             if call.module is module:
@@ -229,8 +230,8 @@ class Twin:
     def text_of_hooks(self) -> str:
         """Return a note about a hook that refers to the user's model in place of this copy, or "".
 
-        Such a hook writes a value into an attribute or a container of the user's model. The methods of the copied model
-        read the attribute of the copy instead, and never see this value.
+        A hook that refers to the user's model writes values into attributes or containers of that model. The methods of
+        the copied model read the attributes of the copy, and never see these values.
         """
         original = self._original.named_modules()
         held = [(f"{name}.{key}", value) for name, child in original for key, value in vars(child).items()]
@@ -241,7 +242,7 @@ class Twin:
         for module, hook, variables in hooks_of(self.module):
             values, code = [*variables.values(), *(hook.__defaults__ or ())], hook.__code__
             words = {name for other in codes - {code, None} for name in other.co_names} - OF_MODULES
-            # If the code calls `setattr`, the attribute's name is one of its constants.
+            # If the code calls `setattr`, the attribute's name is one of the constants of the code object.
             words &= {*code.co_names, *code.co_consts}
             used = [key for value in values if isinstance(value, nn.Module) for key in vars(value) if key in words]
             if used := [*used, *[names[id(value)] for value in values if id(value) in names]]:
@@ -266,7 +267,7 @@ class Twin:
 
     @torch.no_grad()
     def move_constants(self, is_moved: bool) -> None:
-        """Perturb parameters with all entries equal: a weight of zeros would hide errors in the layers before it."""
+        """Perturb parameters whose entries are all equal: a weight of zeros would hide errors in earlier layers."""
         for name, parameter in self.module.named_parameters():
             if is_moved and _trains(parameter) and bool(parameter.eq(first := parameter.flatten()[0]).all()):
                 size = (0.1 * first.abs()).clamp(min=0.02) * (0.5 + _numbers_like(parameter, name).abs())
@@ -327,11 +328,11 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
 def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
     """Run the backward pass of a copied model, and afterwards restore the gradients of tensors outside the copy.
 
-    The graph may contain parameters of the user outside of the model. They keep the values of `.grad`.
+    The graph may contain parameters that are not part of the model. The `.grad` of these parameters stays unchanged.
 
     Args:
         loss: the tensor at the root of the backward pass.
-        of_copy: parameters and inputs of the copy, to leave with new gradients.
+        of_copy: parameters and inputs of the copied model, which keep their new gradients.
         mode: function mode for hooks and recomputations in the backward pass.
     """
     known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
@@ -345,7 +346,7 @@ def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
     # In the backward pass, activation checkpointing runs parts of the forward pass again. These parts need the function
     # mode, too.
     with mode:
-        torch.autograd.backward(edge)  # Pass an edge: for a tensor, torch would disable the function mode.
+        torch.autograd.backward(edge)  # With a tensor in place of the edge, torch would disable this mode.
     for leaf, grad in grads:
         leaf.grad = grad
 
@@ -429,13 +430,14 @@ def pads_samples(parallel: CheckedWrapper, inputs: Any, kwargs: Any) -> bool:
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:
     """Find out the number of rows in each chunk that the user's own `scatter` has made.
 
-    In the dimension of samples, the sizes of a tensor in all chunks add up to its size in the batch. The sizes in the
-    first such dimension are the numbers of rows. If no tensor has such a dimension, the lengths of lists are used.
+    The dimension of samples is recognized by its sizes: the sizes in all chunks add up to the size in the batch. For
+    example, chunks of shapes (2, 8) and (1, 8) make a batch of shape (3, 8), so the chunks have 2 rows and 1 row. If no
+    tensor has a dimension of samples, the lengths of lists are used.
 
     Args:
         chunks: (args, kwargs) of each chunk.
         arguments: (args, kwargs) of the batch.
-        dim: dimension of samples in tensors, to try first.
+        dim: the dimension of a tensor that is tried first.
     """
     totals = {size for tensor in tensors_in(arguments) for size in tensor.shape if size}
     shapes = [[(*leaf.shape[dim:][:1], *leaf.shape) for leaf in tensors_in(chunk)] for chunk in chunks]

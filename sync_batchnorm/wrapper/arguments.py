@@ -103,15 +103,15 @@ class Arguments:
     def chunks(self, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Sequence[Any]]:
         """Return two lists with one entry for each chunk: its positional arguments, and its keyword arguments.
 
-        In a call without arguments, there are no chunks, as in torch. A single chunk is not copied if it is already on
-        the device of its replica.
+        If the wrapper is called without arguments, both lists are empty, as in torch. A single chunk is not copied if
+        it is already on the device of its replica.
         """
         if not self._inputs and not self._kwargs:
             return (), ()
         if self._most > 1:
-            # If there are fewer chunks than devices, leave the last devices unused. `nn.DataParallel`, in contrast,
-            # copies each argument without tensors to all devices. It would then call the replicas on the last devices
-            # without the other arguments.
+            # If there are fewer chunks than devices, leave the last devices unused. `nn.DataParallel` behaves
+            # differently: it copies each argument without tensors to all devices, and so calls the replicas on the last
+            # devices without the other arguments.
             devices = devices[: len(self.sizes)]
         if len(devices) == 1 and self._are_on(devices[0]):
             return (self._inputs,), (self._kwargs,)
@@ -165,7 +165,7 @@ class Arguments:
 
     @functools.cached_property
     def dims(self) -> list[int | None]:
-        """The dimension along which each leaf of `tree` is split; None for a leaf that is not split this way."""
+        """For each leaf of `tree`, the dimension along which it is split; None for a list, or if it is not split."""
         return list(map(self._dim_of, self.tree.leaves))
 
     def describe_split(self) -> str:
@@ -230,7 +230,7 @@ class Arguments:
         return next((path[:i] for i in range(1, len(path) + 1) if path[:i] in self.tree.lists), None)
 
     def _remedy_for_lists(self, *paths: Path) -> str:
-        """Return a part of the remedy in an error message, about lists around the leaves at `paths`.
+        """Return a part of an error message: the remedy for lists that contain the leaves at `paths`, or "".
 
         If a list holds one entry for each sample, the user should pass dimension 0 for the list in `in_dims`.
         """

@@ -1,8 +1,9 @@
-"""Warn about attributes that `forward` sets on a replica and that the model loses, and about hooks that use the model.
+"""Warn if `forward` sets attributes that end with the replica, or if hooks use the model in place of the replica.
 
-`self` in `forward` is a replica. An attribute set on the replica is lost when the replica ends. The variables of a hook
-refer to the model instead. So a hook may set an attribute of the model that `forward` reads from the replica, or read
-an attribute of the model that `forward` sets on the replica.
+`self` in `forward` is a replica. An attribute that is set on the replica is lost when the replica ends. The variables
+of a hook, in contrast, refer to the model. So a hook may set an attribute on the model, while `forward` reads this
+attribute from the replica. Or a hook may read an attribute from the model, while `forward` sets this attribute on the
+replica.
 """
 
 import dis
@@ -48,7 +49,7 @@ _READ += f"get an older value, or none. {REGISTER}"
 # the attribute. The counter is not an attribute of the wrapper, so a copy or pickle of a wrapper begins at zero.
 _looks: "WeakKeyDictionary[nn.Module, Counter[Any]]" = WeakKeyDictionary()
 
-# Wrapped module -> name of a parameter -> the number of forward passes that changed the parameter in place.
+# For each wrapped module, a counter by parameter name: how many forward passes changed the parameter in place.
 _changes: "WeakKeyDictionary[nn.Module, Counter[str]]" = WeakKeyDictionary()
 
 # The state of a model at one moment. For each module: (the prefix of names in this module, such as "layer1.bn."; its
@@ -83,7 +84,7 @@ class Look:
             warn_once(text)
 
     def note(self) -> str:
-        """Return a text about hooks that set or read attributes of the model, for the note on an error."""
+        """Return a text about hooks that set or read attributes of the model. It is added to an error as a note."""
         # The failure may have left replicas or devices in a broken state, and any access may raise another error.
         with suppress(Exception):
             return " ".join([f"In this forward pass, {text}." for text in self._texts(has_ended=False)])
@@ -108,8 +109,9 @@ class Look:
         """
         on_model, on_replica = _reassigned(self._of_model), _reassigned(self._of_replica)
         changed = [(name, old) for name, (_, _, old, new) in on_model.items() if not _are_equal(old, new)]
-        # An attribute that was missing or None before this forward pass may be a cache that is filled once. Any other
-        # attribute changes again in a later forward pass, and the warning names it then.
+        # Do not warn about an attribute that was missing or None before this forward pass: it may be a cache that is
+        # filled only once. If it is not a cache, it changes again in a later forward pass, and the warning names it
+        # then.
         yield _SET, {name: (name, "") for name, old in changed if old is not None or not has_ended}
         found: Found = {}
         for _, hook, variables in hooks_of(self._original) if on_replica else ():
@@ -123,7 +125,8 @@ class Look:
 def _snapshot(root: nn.Module) -> Snapshot:
     snapshot: Snapshot = {}
     for name, module in root.named_modules():
-        # Leave out scripted modules: each access to a buffer of a scripted module returns a new object.
+        # Leave out scripted modules: each access to one of their buffers returns a new object, as if the buffer had
+        # been reassigned.
         if not isinstance(module, torch.jit.ScriptModule):
             data = {k: p.detach() for k, p in module._parameters.items() if p is not None and p.layout == torch.strided}
             snapshot[module] = f"{name}." if name else "", _members(module), data
@@ -151,8 +154,8 @@ def _reassigned(state: Snapshot) -> dict[str, tuple[nn.Module, str, Any, Any]]:
 def _are_equal(before: Any, value: Any) -> bool:
     """Return whether two values of an attribute are equal. NaN is equal to NaN.
 
-    A new parameter never equals the old one, because an optimizer identifies a parameter by its object. Two values that
-    cannot be compared are not equal.
+    A new `nn.Parameter` is never equal to the old one, even with equal elements, because an optimizer identifies a
+    parameter by its object. Two values are not equal if their comparison raises an error.
     """
     with suppress(Exception):
         if isinstance(before, Tensor):
@@ -183,10 +186,10 @@ def _lost(replica: nn.Module, state: Snapshot) -> Found:
 
 
 def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: bool) -> str | None:
-    """Return the remedy if the model loses the value that `forward` gave to a replica's attribute, otherwise None.
+    """Return a remedy if the model loses the new value of an attribute that `forward` set on a replica, otherwise None.
 
     A number or a string in a plain attribute is lost if it replaced another number or string. The attribute `training`
-    is an exception, because `forward` may switch the mode for a while.
+    is an exception, because `forward` may switch to another mode for a while.
 
     A training loop may read a tensor from a plain attribute, for example a penalty that is added to the loss. So a
     tensor is lost if it is 0-dimensional, requires a gradient, and replaced another value. Any other tensor counts as
@@ -208,10 +211,10 @@ def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: boo
 class ParameterChanges:
     """Find parameters that `forward` changes in place, although replicas on one device share the parameters' memory.
 
-    Such replicas run in turns, so each replica repeats the change on the result of the replica before. The repetition
-    may be harmless: a second `clamp_` changes nothing, and the `max_norm` of an embedding may change other rows in each
-    replica. The fault is certain only if one turn changes an element of the parameter, and a later turn changes the
-    same element again.
+    Replicas on one device run in turns, so each replica repeats the change on the result of the replica before. The
+    repetition may be harmless: a second `clamp_` changes nothing, and the `max_norm` of an embedding may change other
+    rows in each replica. The fault is certain only if one turn changes an element of the parameter, and a later turn
+    changes the same element again.
 
     To find elements that change twice, a parameter is copied before and during a forward pass. Copies are made in only
     a few forward passes, after the first forward pass in which the parameter changed.
@@ -251,13 +254,14 @@ class ParameterChanges:
 def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> bool:
     """Return whether an element of a parameter changed in two turns. In a turn, one replica runs on the shared device.
 
-    `before` is a copy of the parameter from before the forward pass, and `first` a copy from after the first turn that
-    changed the parameter. `last` is its final value. Rounding differences between `first` and `last` do not count.
+    `before`, `first` and `last` are values of the parameter at three times: before the forward pass, after the first
+    turn that changed the parameter, and at the end. If `first` and `last` differ only by rounding, this is not a second
+    change.
     """
     if first is None:  # No replica, or only the last replica, changed the parameter.
         return False
-    # An embedding with `max_norm` normalizes a row again in each replica that uses the row. Rounding then changes the
-    # elements of the row by less than this relative difference.
+    # If several replicas use the same row of an embedding with `max_norm`, each replica normalizes the row again.
+    # Rounding then changes the elements of the row by less than this relative difference.
     rounding = 8 * torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0
     again = ~torch.isclose(first, last, rtol=rounding, atol=0.0, equal_nan=True)
     return bool((again & (before != first)).any())
@@ -275,8 +279,8 @@ _ENDS = ("RETURN_", "RAISE_", "STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL")
 def hooks_of(model: nn.Module) -> Iterator[tuple[str, FunctionType, dict[str, Any]]]:
     """Yield (name of the module, function, values of the function's variables by name) for each hook of a model.
 
-    Only hooks written in Python are found. Arguments and local variables of the hook have the value None, because they
-    are unknown before its call. The exception is `self` of a bound method.
+    Only hooks written in Python are found. In the dict of variables, arguments and local variables of the hook are
+    None, because their values are unknown before the hook is called. Only `self` of a bound method has its value.
     """
     kinds = [kind for kind in HOOKS if torch.is_grad_enabled() or "backward" not in kind]
     for module, name in names_of_modules(model).items():

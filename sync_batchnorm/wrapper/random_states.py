@@ -5,8 +5,8 @@ depend on the draws of the other replicas. An activation checkpoint would fail, 
 pass from a saved state of the generator, but without the draws of other replicas that came in between.
 
 The obvious way is a generator for each replica. It fails, because functions such as dropout always use the default
-generator. Our way uses that replicas on one device run one at a time. Whenever another replica begins to run, the
-default generator gets the state of this replica:
+generator. Our way uses the fact that replicas on one device run one at a time. Whenever another replica begins to run,
+the default generator gets the state of this replica:
 
     generator    caller | replica 0 | replica 1 | replica 0 | caller
     states         c    |    s0     |    s1     |    s0'    |   c'
@@ -62,7 +62,7 @@ class RandomStates:
     def begin_turn(self, number: int) -> None:
         """Set the default generators to the states of replica `number`, which begins to run.
 
-        First, save the current states of the generators for the replica that ran last.
+        Before this, save the current states of the default generators as the states of the replica that ran last.
         """
         with _lock:
             self._save_states()
@@ -71,7 +71,7 @@ class RandomStates:
             self._last = number
 
     def restore_caller(self, completed: bool = True) -> None:
-        """Restore the states that the default generators had for the caller, after all replicas have run.
+        """After all replicas have run, set the default generators to the caller's states from before the forward pass.
 
         If a replica drew random numbers, the state of the caller's CPU generator advances by one number. It does not
         advance if the forward pass was aborted (`completed` is false).
