@@ -147,7 +147,7 @@ class Operation:
 
     def has_size_of_values(self) -> bool:
         """Return whether the shape of the result depends on values, as for `nonzero`."""
-        # Tensors on the meta device have no values, so a function that needs values raises an error.
+        # Tensors on the meta device have no values, so an operation that needs values raises an error.
         with suppress(Exception):
             args, kwargs = mapped(self.called[1:], lambda tensor: tensor.detach().to("meta"))
             return self.called[0](*args, **kwargs) is NotImplemented
@@ -158,7 +158,7 @@ class _OperationMode(CheckMode):
     """Observe the operations of one module call, or of the user's code in a backward pass.
 
     Args:
-        dtype: dtype of the pass.
+        dtype: the dtype in which the pass computes.
         key: key of the module call; None for the user's code in a backward pass.
     """
 
@@ -281,7 +281,7 @@ class RecordOperations(_OperationMode, RecordMode):
 
 
 class CorrectOperations(_OperationMode):
-    """Compare operations in replicas with one device, and replace wrong results of some operations by right results.
+    """Compare operations in a replica with the same operations on one device, and replace some of the wrong results.
 
     Args:
         one: the operations on one device.
@@ -342,7 +342,8 @@ class CorrectOperations(_OperationMode):
         right = self._compare_result(operation, output)
         if operation.is_candidate():
             self.candidates.setdefault(operation.place, operation)
-            # The user's code will use the same tensor object again, so write the right values into this object.
+            # After an operation in place, the user's code goes on with the same tensor object. So write the right
+            # values into this object.
             if self._accepts(operation) and is_in_place:
                 output.data.copy_(right[id(output)])
             elif self._accepts(operation):

@@ -33,8 +33,8 @@ _TRAINING = 2
 # To measure rounding errors, parameters are perturbed by about this fraction of their values.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
 # A difference counts as a rounding error if it is at most 100 times the measured rounding error. The factor is needed
-# because rounding errors vary from run to run. It hides no other errors: a perturbation of 1e-12 changes most results
-# by about 1e-12, and 100 times this is still far below the tolerance.
+# because rounding errors vary from run to run. The factor hides no real errors: a perturbation of 1e-12 changes most
+# results by about 1e-12, and 100 times this is still far below the tolerance.
 _MARGIN = 100
 
 Loss = Callable[[Any], Tensor]
@@ -158,7 +158,7 @@ class TwinRun(Twin):
             modes: torch function mode of each replica in the forward pass.
             in_backward: torch function mode in the backward pass.
         """
-        # Perturb parameters also before the first pass, because equal weights may hide errors.
+        # Perturb parameters even before the first pass, because errors in branches with equal weights may cancel out.
         self.move(index, 0.01 * self._is_moved)
         self.parallel.modes = modes or [CheckMode(self.check.dtype) for _ in range(self.check.replicas)]
         seed(index if self._is_one or self.check.path else 1000 + index)
@@ -254,11 +254,10 @@ def _numbers_in(output: Any) -> dict[str, Tensor]:
 
 
 def _unseen_in(output: Any) -> dict[str, str]:
-    """Return the objects in an output that may hold tensors which the check cannot find.
+    """Return those objects in an output of the model that may hold tensors which the check cannot find.
 
-    The result is a dict from the path of each object to the name of its class.
-
-    If an output holds no tensor, number or string, the result contains all objects of the output.
+    The result is a dict from the path of an object in the output to the name of its class. If the output holds nothing
+    to compare (no tensor, number or string), the result contains all objects of the output.
     """
     tree = Tree(output, path=("output",), is_output=True)
     compared = [leaf.path for leaf in tree.leaves if isinstance(leaf.value, (Tensor, *SCALARS))]
@@ -314,7 +313,7 @@ def differences(
     sizes = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}
     for (kind, name), actual, expected in pairs_of(many, one):
         if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:
-            continue  # If each replica returns a scalar, the scalars are compared as parts of the loss.
+            continue  # Scalars, one from each replica, are not compared here, but as parts of the loss.
         rounding_of_largest = _ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
         size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
@@ -346,7 +345,7 @@ def _text_of(kind: str, name: Any, by: float, actual: Tensor, expected: Tensor, 
 
 
 def cause_of(difference: Difference, one: Observed, many: Observed) -> str:
-    """Return the cause of a difference, or "" if the results of the pass do not tell the cause for certain.
+    """Return the cause of a difference, or "" if the cause is not certain from the results of the pass.
 
     Args:
         difference: the difference between two results.
@@ -387,7 +386,7 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
 def scalars(one: Observed, many: Observed) -> Iterator[tuple[Tensor, Tensor, str]]:
     """For each scalar output of the replicated module, yield (values in replicas, value on one device, name).
 
-    A scalar such as a temperature is left out if it has the same value in all replicas and on one device.
+    A scalar that has the same value in all replicas and on one device, such as a learned temperature, is left out.
     """
     parts, on_one = many["returned"].values(), one["returned"].get(0, {})
     for path, tensor in on_one.items() if parts else ():
@@ -421,7 +420,7 @@ def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
 def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey, float]:
     """Run the pass with perturbed parameters; return the change of each result, multiplied by a safety margin.
 
-    A result may change by different amounts in replicas and on one device. The larger of the two amounts counts.
+    If a result changes by different amounts in replicas and on one device, the larger amount is returned.
 
     Args:
         check: the model and options of the check.
@@ -440,7 +439,7 @@ def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey
 def _is_state(check: Check, index: int, pair: Pair, name: str) -> bool:
     """Return whether a buffer carries state, so that its value before a pass affects its value after the pass."""
     side = TwinRun(check, True, index)
-    with suppress(Exception):  # `forward` may raise an error because the buffer has another value.
+    with suppress(Exception):  # `forward` may refuse the changed value of the buffer.
         buffer = dict(side.module.named_buffers())[name]
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
         return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))

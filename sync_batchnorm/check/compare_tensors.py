@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 # A relative difference is the absolute difference, divided by the largest value of the tensor, or by this number if the
 # largest value is smaller. The number is arbitrary.
 LEAST = 1e-6
-NOT_FINITE = 1e99  # gap between two numbers if only one of them is finite
+NOT_FINITE = 1e99  # stands for the gap between two numbers if only one of them is finite
 SCALARS = (bool, int, float, str)
 WHOLE = Rows(range(1), 1)  # stands for all rows of the batch, however many there are
 
@@ -53,7 +53,7 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
     if not math.isfinite(difference := _largest(values - right)):
         equal = values.isclose(right, rtol=0.0, atol=0.0, equal_nan=True)
         difference = _largest((values - right).nan_to_num(NOT_FINITE, NOT_FINITE, -NOT_FINITE).masked_fill(equal, 0))
-    # Return early in this common case: finding the largest value takes time.
+    # If the difference is small, return early, because finding the largest value takes time.
     if difference <= max(rounding, tolerance * size):
         return 0.0
     relative = difference / max(size, largest(expected))
@@ -88,7 +88,7 @@ def _largest(numbers: Tensor) -> float:
 
 
 def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
-    """Return the rows of a replica's chunk from a tensor of the whole batch.
+    """From a tensor of the whole batch, return the rows that belong to a replica's chunk.
 
     A tensor may hold the samples of the batch once, or several times one after another, as after
     `torch.cat([view1, view2])`. Of these two layouts, the function takes the layout with the smaller gap to `chunk`:
@@ -99,7 +99,7 @@ def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
     Args:
         whole: the tensor on one device.
         chunk: the same tensor in the replica.
-        rows: rows of the replica's chunk in the batch.
+        rows: indices, in the whole batch, of the rows that the replica gets.
     """
     if rows == WHOLE:
         return whole
@@ -110,10 +110,10 @@ def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
 
 
 def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, shape: tuple[int, int]) -> Tensor:
-    """Select the rows of a replica's chunk from a tensor of the whole batch, for one layout of the samples.
+    """From a tensor of the whole batch, return the rows of a replica's chunk, for one layout of the samples.
 
-    `shape` is the layout of the N samples along a dimension. With (N, -1), the entries of a sample are adjacent: a a b
-    b. With (-1, N), they are N entries apart: a b a b.
+    `shape` is the layout of the N samples along a dimension. With (N, -1), the entries of a sample are adjacent, as in
+    a a b b for two samples. With (-1, N), the entries of a sample are N places apart, as in a b a b.
     """
     for dim in dims_of_samples(whole, chunk, rows):
         index = torch.arange(whole.shape[dim]).reshape(shape)
@@ -166,7 +166,7 @@ def _leaves_agree(actual: Any, expected: Any, rows: Rows) -> bool:
         return False
     if isinstance(actual, Tensor):
         return not gap(actual, chunk_of(expected, actual, rows))
-    if isinstance(actual, PackedSequence):  # Unpack the sequences, because a packed tensor interleaves the samples.
+    if isinstance(actual, PackedSequence):  # Unpack, because the data tensor of a `PackedSequence` interleaves samples.
         return agree(unpack_sequence(actual), unpack_sequence(expected), rows)
     return not isinstance(actual, SCALARS) or bool(actual == expected)
 
@@ -179,7 +179,7 @@ def mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 def as_dicts(tree: Any, function: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
     """Convert nested containers to nested dictionaries, and apply a function to each tensor.
 
-    A slice becomes a dictionary of the start, stop and step.
+    A slice becomes a dictionary of its start, stop and step.
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -238,8 +238,8 @@ def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Ten
     with suppress(LookupError):
         leaves = list(leaves_by_path(output, on_one, rows))
         for actual, whole in [pair for pair in leaves if isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor)]:
-            # Leave out tensors with one element. They may be losses, and the right loss of a chunk may differ from the
-            # loss of the batch.
+            # Leave out tensors with one element, because they may be losses. The loss of a chunk usually differs from
+            # the loss of the whole batch, even if the replica computes its loss correctly.
             if whole.numel() != 1 and fits(actual, right := chunk_of(whole, actual, rows)):
                 yield actual, right
 
@@ -254,13 +254,13 @@ def fits(actual: Tensor, right: Tensor) -> bool:
 
 
 def corrected(actual: Tensor, right: Tensor) -> Tensor:
-    """Return a copy of the right tensor, which will replace the wrong tensor.
+    """Return a tensor that has the values of `right`, and can replace the wrong tensor `actual` in the graph.
 
-    In the backward pass, the gradient of the copy flows to the wrong tensor, as if nothing had been replaced.
+    In the backward pass, the gradient of the returned tensor flows on to `actual`, as if nothing had been replaced.
 
     Args:
         actual: the wrong tensor, in the graph.
-        right: the values to return.
+        right: the right values, from one device.
     """
     corrected = right.clone()
     if actual.requires_grad and bool(actual.isfinite().all()):  # inf - inf would be NaN.

@@ -102,7 +102,7 @@ class Investigation:
         return in_pass + joined(*texts, most=MOST_WORDS - len(in_pass.split()))
 
     def _of_caller(self, what: str, evidence: Sequence[str]) -> list[str]:
-        """Return the parts of the error message in case no module call is at fault."""
+        """Return the parts of the error message for a difference that no module call explains."""
         overridden = self._many.parallel.overridden if self._difference.kind in IN_FORWARD else ()
         note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used" if overridden else ""
         why, line = "" if evidence or (self._hooks and self._difference.name is None) else self._why(), ""
@@ -113,7 +113,7 @@ class Investigation:
         return [what, self._hooks, line, *evidence, self._rows(), note, why, self._state() or self._calls()]
 
     def _why(self) -> str:
-        """Return the cause of the difference in case no module call is at fault; "" if the cause is not certain."""
+        """Return the cause of a difference that no module call explains; "" if the cause is not certain."""
         kind, name = self._difference[:2]
         why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
@@ -135,9 +135,10 @@ class Investigation:
         return f"{where} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
 
     def _rows(self) -> str:
-        """Return a note if an output has the right rows in a wrong order.
+        """Return a note if an output in replicas has the same rows as on one device, but in another order.
 
-        The order can be wrong if the output has more or fewer rows than the batch has samples.
+        The order can differ if the output has more or fewer rows than the batch has samples. For example, if a model
+        computes two views of each sample, the output `torch.cat([z1, z2])` has twice as many rows.
         """
         one, many = (taken["output"].get(self._difference.name) for taken in (self._of_one, self._of_many))
         total = self._check.rows[0].total
@@ -158,7 +159,7 @@ class Investigation:
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
         """Run the pass in replicas with other torch function modes; return whether the wrong result changes."""
         kind, name = self._difference[:2]
-        with suppress(FailsInReplicas):  # Later code in a replica may refuse the shape of the replaced output.
+        with suppress(FailsInReplicas):  # Code after the replaced output may refuse its shape.
             seen = TwinRun(self._check, False, self._index).take(self._index, kind, modes)[kind]
             return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
         return False
@@ -278,7 +279,7 @@ class Investigation:
         return _text_of_calls(self._many, self._record.begun, _BY_SAMPLE, path)
 
     def _changed_parameter(self, call: ModuleCall) -> str:
-        """Return a note if the module changes a parameter in place, and the new value differs in replicas."""
+        """Return a note if the module changes a parameter in place, to another value in replicas than on one device."""
         one, many = (taken["parameter"] for taken in (self._of_one, self._of_many))
         for name, _ in call.module.named_parameters(prefix=call.key[0]):
             if name in many and name not in self._of_one["assigned"] and not agree(many[name], one[name]):
@@ -288,7 +289,7 @@ class Investigation:
 
 
 def _text_of_calls(run: TwinRun, on_one: Mapping[str, int], remedy: str, path: str = "") -> str:
-    """Return a note about the first synchronized layer that replicas call more or less often than one device.
+    """Return a note about the first synchronized layer whose number of calls in a replica differs from one device.
 
     Args:
         run: the run in replicas.

@@ -61,7 +61,7 @@ def line_of_call(check: Check, index: int, key: tuple[str, int], number: int) ->
 
     def take(accepts: Accepts) -> CorrectOperations | None:
         modes = [CorrectOperations(one, [rows], accepts) for rows in check.rows]
-        # A later operation may refuse the shape of a replaced result, and raise an error.
+        # If a replaced result has another shape than before, a later operation may raise an error.
         with suppress(FailsInReplicas):
             TwinRun(check, False, index).take(index, "output", modes)
             return modes[number]
@@ -116,8 +116,9 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
     candidates = [*filter(Operation.gets_the_same_floats, together.candidates.values() if together else ())]
     for operation in candidates[:_MOST]:
         alone = patch_alone(operation)
-        # The message names this operation in two cases: its patch alone makes the output right; or its patch alone
-        # changes the output, and all patches together make the output right.
+        # A patch replaces the result of one operation by the right result. The message names this operation in two
+        # cases: its patch alone makes the output right; or its patch alone changes the output, and all patches together
+        # make the output right.
         contributes = alone and together and together.is_right and not agree(alone.output, as_it_is.output)
         if alone and (alone.is_right or contributes):
             return _line_of(operation)

@@ -159,7 +159,7 @@ def _on_one_device(check: Check, one: TwinRun, index: int) -> Observed:
 def _steps_of_torch_named() -> Iterator[None]:
     """Replace torch's errors about tensors on the CPU by an error with a remedy.
 
-    The new error names the user's method, and the method that the user should call instead.
+    The new error names the user's method that called torch, and the method of this library to call instead.
     """
     try:
         yield

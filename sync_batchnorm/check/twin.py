@@ -436,7 +436,7 @@ def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[in
     Args:
         chunks: a list of pairs (args, kwargs), one pair for each chunk.
         arguments: (args, kwargs) of the batch.
-        dim: dimension of samples in tensors, to try first.
+        dim: the dimension of a tensor that is tried first.
     """
     totals = {size for tensor in tensors_in(arguments) for size in tensor.shape if size}
     shapes = [[(*leaf.shape[dim:][:1], *leaf.shape) for leaf in tensors_in(chunk)] for chunk in chunks]

@@ -103,15 +103,15 @@ class Arguments:
     def chunks(self, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Sequence[Any]]:
         """Return two lists: the positional arguments of each chunk, and the keyword arguments of each chunk.
 
-        In a call without arguments, there are no chunks, as in torch. A single chunk is not copied if it is already on
-        the device of its replica.
+        If the wrapper is called without arguments, both lists are empty, as in torch. A single chunk is not copied if
+        it is already on the device of its replica.
         """
         if not self._inputs and not self._kwargs:
             return (), ()
         if self._most > 1:
-            # If there are fewer chunks than devices, leave the last devices unused. `nn.DataParallel`, in contrast,
-            # copies each argument without tensors to all devices. It would then call the replicas on the last devices
-            # without the other arguments.
+            # If there are fewer chunks than devices, leave the last devices unused. `nn.DataParallel` behaves
+            # differently: it copies each argument without tensors to all devices, and so calls the replicas on the last
+            # devices without the other arguments.
             devices = devices[: len(self.sizes)]
         if len(devices) == 1 and self._are_on(devices[0]):
             return (self._inputs,), (self._kwargs,)

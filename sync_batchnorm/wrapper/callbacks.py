@@ -85,7 +85,7 @@ def execute_callbacks(
             for name, path, ctx in paths:
                 module: Any = replica
                 for child in path:
-                    module = module._modules[child]  # `getattr(module, child)` would take ten times as long.
+                    module = module._modules[child]  # `getattr` would take ten times as long.
                 current.name = name or type(module).__name__
                 module.__data_parallel_replicate__(ctx, current.number)
     finally:
@@ -94,10 +94,10 @@ def execute_callbacks(
 
 
 def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
-    """Raise an error if a wrapper, called inside a replica of another wrapper, would train synchronized layers.
+    """Raise an error if a wrapper that runs inside another wrapper's replica would train synchronized layers.
 
-    The inner wrapper would make replicas of its own. The layers would synchronize the replicas of the inner wrapper
-    with each other, but not with the other replicas of the outer wrapper.
+    The inner wrapper would make replicas of its own. Synchronized layers would exchange among these replicas, but not
+    with the other replicas of the outer wrapper.
     """
     for child in module.modules():
         if hasattr(type(child), _CALLBACK) and _uses_batch(child):

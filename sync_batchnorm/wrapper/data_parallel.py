@@ -173,8 +173,8 @@ class _ReplicationMixin(DataParallel[Any]):
     def _refuse_ignored_dims(self, step: str, option: str, dims: Any) -> None:
         """Raise an error if the option `in_dims` or `out_dims` was ignored by the user's own `scatter` or `gather`."""
         key = self, step
-        # Users may call `scatter`, `replicate` and the other steps one by one, without `forward`. Then
-        # `_default_steps_run` is not set, and this method raises no error.
+        # The method `forward` sets `_default_steps_run`. If a user calls `scatter`, `replicate` and the other steps one
+        # by one, without `forward`, the variable is not set, and this method raises no error.
         if dims is not None and key not in _default_steps_run.get({key: None}):
             raise RuntimeError(
                 f"{option} of a {type(self).__name__} would be ignored, as its own {step} does not call that of "
@@ -323,9 +323,9 @@ def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
 def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
     """Return a `ReplicaHandle` for each object in `replicas`. All handles belong to one `ForwardPass`.
 
-    `replicate` returns a list of handles, but a user's `parallel_apply` may replace some handles by functions or
-    modules that call the handles. In this case, each object in `replicas` gets a new handle. The new handle belongs to
-    the run that `replicate` prepared at the same index of the list.
+    `replicate` returns a list of handles. A user's `parallel_apply` may replace some of them by functions or modules
+    that call the handles. In this case, each object in `replicas` gets a new handle, which belongs to the `ReplicaRun`
+    that `replicate` prepared at the same index.
     """
     if {*map(type, replicas)} == {ReplicaHandle}:
         return list(replicas)
@@ -368,8 +368,8 @@ def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
 def _warn_of_checkpoint(wrapper: nn.Module, outputs: list[Any]) -> None:
     """Warn if the call of the wrapper is inside `torch.utils.checkpoint.checkpoint`.
 
-    A checkpoint around the wrapper saves no memory: its hooks for saved tensors are set in the caller's thread only,
-    not in the threads of replicas.
+    A checkpoint around the wrapper saves no memory: torch sets the saved-tensor hooks of the checkpoint only in the
+    caller's thread, not in the threads of replicas.
     """
     pack, _ = saved_tensors_hooks(True) or (None, None)
     is_around = len(outputs) > 1 and getattr(pack, "__module__", None) == "torch.utils.checkpoint"

@@ -1,4 +1,4 @@
-"""Warn about attributes that `forward` sets on a replica and that the model loses, and about hooks that use the model.
+"""Warn if `forward` sets attributes that end with the replica, or if hooks use the model in place of the replica.
 
 `self` in `forward` is a replica. An attribute set on the replica is lost when the replica ends. The variables of a hook
 refer to the model instead. So a hook and `forward` may use two different objects for one attribute: the hook sets it on
@@ -125,7 +125,8 @@ class Look:
 def _snapshot(root: nn.Module) -> Snapshot:
     snapshot: Snapshot = {}
     for name, module in root.named_modules():
-        # Leave out scripted modules: each access to a buffer of a scripted module returns a new object.
+        # Leave out scripted modules: each access to one of their buffers returns a new object, as if the buffer had
+        # been reassigned.
         if not isinstance(module, torch.jit.ScriptModule):
             data = {k: p.detach() for k, p in module._parameters.items() if p is not None and p.layout == torch.strided}
             snapshot[module] = f"{name}." if name else "", _members(module), data
@@ -153,8 +154,8 @@ def _reassigned(state: Snapshot) -> dict[str, tuple[nn.Module, str, Any, Any]]:
 def _are_equal(before: Any, value: Any) -> bool:
     """Return whether two values of an attribute are equal. NaN is equal to NaN.
 
-    A new parameter never equals the old one, because an optimizer identifies a parameter by its object. Two values that
-    cannot be compared are not equal.
+    A new `nn.Parameter` is never equal to the old one, even with equal elements, because an optimizer identifies a
+    parameter by its object. Two values are not equal if their comparison raises an error.
     """
     with suppress(Exception):
         if isinstance(before, Tensor):
@@ -185,10 +186,10 @@ def _lost(replica: nn.Module, state: Snapshot) -> Found:
 
 
 def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: bool) -> str | None:
-    """Return the remedy if the model loses the value that `forward` gave to a replica's attribute, otherwise None.
+    """Return a remedy if the model loses the new value of an attribute that `forward` set on a replica, otherwise None.
 
     A number or a string in a plain attribute is lost if it replaced another number or string. The attribute `training`
-    is an exception, because `forward` may switch the mode for a while.
+    is an exception, because `forward` may switch to another mode for a while.
 
     A training loop may read a tensor from a plain attribute, for example a penalty that is added to the loss. So a
     tensor is lost if it is 0-dimensional, requires a gradient, and replaced another value. Any other tensor counts as
@@ -253,13 +254,14 @@ class ParameterChanges:
 def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> bool:
     """Return whether an element of a parameter changed in two turns. In a turn, one replica runs on the shared device.
 
-    `before` is a copy of the parameter from before the forward pass, and `first` a copy from after the first turn that
-    changed the parameter. `last` is its final value. Rounding differences between `first` and `last` do not count.
+    `before`, `first` and `last` are values of the parameter at three times: before the forward pass, after the first
+    turn that changed the parameter, and at the end. If `first` and `last` differ only by rounding, this is not a second
+    change.
     """
     if first is None:  # No replica, or only the last replica, changed the parameter.
         return False
-    # An embedding with `max_norm` normalizes a row again in each replica that uses the row. Rounding then changes the
-    # elements of the row by less than this relative difference.
+    # If several replicas use the same row of an embedding with `max_norm`, each replica normalizes the row again.
+    # Rounding then changes the elements of the row by less than this relative difference.
     rounding = 8 * torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0
     again = ~torch.isclose(first, last, rtol=rounding, atol=0.0, equal_nan=True)
     return bool((again & (before != first)).any())
@@ -277,8 +279,8 @@ _ENDS = ("RETURN_", "RAISE_", "STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL")
 def hooks_of(model: nn.Module) -> Iterator[tuple[str, FunctionType, dict[str, Any]]]:
     """Yield (name of the module, function, values of the function's variables by name) for each hook of a model.
 
-    Only hooks written in Python are found. Arguments and local variables of the hook have the value None, because they
-    are unknown before its call. The exception is `self` of a bound method.
+    Only hooks written in Python are found. In the dict of variables, arguments and local variables of the hook are
+    None, because their values are unknown before the hook is called. Only `self` of a bound method has its value.
     """
     kinds = [kind for kind in HOOKS if torch.is_grad_enabled() or "backward" not in kind]
     for module, name in names_of_modules(model).items():

@@ -63,7 +63,7 @@ class RandomStates:
     def begin_turn(self, number: int) -> None:
         """Set the default generators to the states of replica `number`, which begins to run.
 
-        First, save the current states of the generators for the replica that ran last.
+        Before this, save the current states of the default generators as the states of the replica that ran last.
         """
         with _lock:
             self._save_states()
@@ -72,7 +72,7 @@ class RandomStates:
             self._last = number
 
     def restore_caller(self, completed: bool = True) -> None:
-        """Restore the states that the default generators had for the caller, after all replicas have run.
+        """After all replicas have run, set the default generators to the caller's states from before the forward pass.
 
         If a replica drew random numbers, the state of the caller's CPU generator advances by one number. It does not
         advance if the forward pass was aborted (`completed` is false).

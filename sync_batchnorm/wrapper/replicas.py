@@ -67,7 +67,7 @@ class _ReplicaMark:
 
 
 def _broadcast(devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy all tensors to each device, and return the copies: first all on the first device, then on the second, ...
+    """Copy tensors to each device. Return the copies: first all on the first device, then all on the second, ...
 
     No device may occur twice in `devices`.
     """
@@ -181,8 +181,8 @@ def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devic
         if device in devices[i + 1 :]:
             present, following = tensors[i], tensors[devices.index(device, i + 1)]
             # Make two views of each parameter. One view is for this replica. The other view is for the next replica on
-            # this device, which makes two views of it in turn. So autograd adds two gradients at a time, and the sums
-            # do not depend on the order in which the replicas run.
+            # this device, which again makes two views of it. So autograd adds two gradients at a time, and the sums do
+            # not depend on the order in which the replicas run.
             for key in differentiable:
                 tensor = present[key]
                 is_sparse = tensor.layout != torch.strided  # Sparse tensors do not support views.
@@ -202,8 +202,9 @@ def _broadcast_by_node(devices: Devices, originals: Tensors, broadcast: Callable
     A single autograd node broadcasts all tensors, except tensors with hooks or with a `grad_fn`.
     """
     copies: list[Tensors] = [{} for _ in devices]
-    # Autograd calls the hooks of each input of a node, even if no gradient arrives for this input. Without replicas, it
-    # would not call these hooks. So a tensor with hooks, or with a `grad_fn`, gets a broadcast node of its own.
+    # Autograd calls the hooks of all inputs of a node, even of an input for which no gradient arrives. Without
+    # replicas, the hooks of a tensor without a gradient are not called. So a tensor with hooks, or with a `grad_fn`,
+    # gets a broadcast node of its own.
     groups: dict[int, Tensors] = {}
     for key, tensor in originals.items():
         groups.setdefault(key if has_hooks(tensor) or tensor.grad_fn is not None else 0, {})[key] = tensor
@@ -274,7 +275,7 @@ def _copy_hooks(copy: nn.Module, module: nn.Module) -> None:
     # would be freed before the backward pass, and torch would raise an unclear error about a dead object. So replace
     # each of these hooks by a function that raises a clearer error.
     if original["_backward_hooks"] and is_full is False:
-        # The partial refers to the replica's module, so that the module still exists in the backward pass.
+        # The partial keeps the replica's module alive until the backward pass.
         refuse = partial(_refuse_older_hook, copy)
         state["_backward_hooks"] = OrderedDict.fromkeys(original["_backward_hooks"], refuse)
 
@@ -340,9 +341,9 @@ def _patch_conversions() -> None:
         for name, parameter in parameters.items():
             if parameter is not None:
                 parameters[name] = on_its_device(parameter)
-        # Hide the parameters, which were converted above, from torch's `_apply`. Torch's `_apply` would read `grad` of
-        # each parameter, and torch warns about this access, because the parameters of a replica are not leaves of the
-        # autograd graph.
+        # The parameters were converted above. Hide them from torch's `_apply`, which would read `.grad` of each
+        # parameter. Torch warns about this access, because the parameters of a replica are not leaves of the autograd
+        # graph.
         vars(self)["_parameters"] = {}
         try:
             return apply(self, on_its_device, *args, **kwargs)

@@ -25,9 +25,9 @@ handle locks in Python code. If an exception interrupts such a call, the excepti
 unlocked lock", or the thread is lost.
 
 To be safe from such exceptions, the caller's thread waits only in `SimpleQueue.get`, which is written in C. It does not
-start the thread of a replica itself, but a helper thread, with the low-level module `_thread`. No signal is handled in
-the helper thread, so the helper can start the `Thread` object of the replica. The replica needs a `Thread` object
-because debuggers do not see other threads.
+start the thread of a replica itself. Instead, it starts a helper thread, with the low-level module `_thread`. No signal
+is handled in the helper thread, so the helper can start the `Thread` object of the replica. The replica needs a
+`Thread` object because debuggers do not see other threads.
 
 The caller's thread keeps only a weak reference to the `Thread` object. When a `Thread` object is freed, Python code of
 `threading` runs, and an exception of a signal handler in this code would be lost.
@@ -97,7 +97,8 @@ class ForwardPass:
     ) -> list[Any]:
         """Call `function`, which runs all replicas, and return its outputs. Raise the error of a replica if one failed.
 
-        If a replica fails, the function `describe` is called. Its result is a text for the note on the replica's error.
+        If a replica fails, the function `describe` is called. The text that it returns is added to the note on the
+        replica's error.
         """
         self._save_modes(runs)
         if len(runs) == 1:
@@ -132,7 +133,8 @@ class ForwardPass:
                 autocast = partial(torch.autocast, kind, dtype=dtype, cache_enabled=cache)
                 modes.append(lambda _, autocast=autocast: autocast())
         default = torch.get_default_device()
-        # If the caller set a default device, the default device of a replica is the replica's own device of this type.
+        # If the caller has set a default device other than the CPU, a replica on a device of the same type gets its own
+        # device as the default device.
         if default.type != "cpu":
             modes.append(lambda device: device if device.type == default.type else default)
         self.modes, self.context = modes, copy_context()
@@ -227,8 +229,8 @@ class ReplicaRun:
 class ReplicaHandle(nn.Module):
     """A stand-in for a replica: `replicate` returns a list of such handles in place of the replicas.
 
-    The attributes of a handle are those of its replica. A call of the handle runs the replica, which is possible only
-    once. If a user's `parallel_apply` puts a function around the replica, the handle calls this function (`called`).
+    A handle has the attributes of its replica. A call of the handle runs the replica, which is possible only once. If a
+    user's `parallel_apply` puts a function around the replica, the handle calls this function (`called`).
     """
 
     _sync_run: ReplicaRun
@@ -371,8 +373,8 @@ def _work_and_stay(works: "SimpleQueue[Any]", idle: list[Any], device: torch.dev
             # killed from outside.
             run.forward_pass.coordinator.leave(run.number, error)
             stays = False
-        # The variables `work` and `run` refer to inputs and outputs of the replica. An idle thread must not keep them
-        # alive.
+        # The variables `work` and `run` refer to the inputs and outputs of the replica. Delete the variables, because
+        # an idle thread must not keep the inputs and outputs alive.
         del work, run
         if stays:
             idle.append((current_thread(), works))
@@ -421,7 +423,7 @@ _prepared: ContextVar[Sequence["ref[ReplicaRun]"]] = ContextVar("sync_batchnorm_
 def prepared_runs() -> list[ReplicaRun]:
     """Return the `ReplicaRun` objects of the latest call of `replicate` or `parallel_apply` in this context.
 
-    If the forward pass of the latest call is over, return an empty list.
+    If the forward pass of these objects is over, return an empty list.
     """
     runs = [run for reference in _prepared.get() if (run := reference()) is not None]
     return [run for run in runs if not run.forward_pass.coordinator.is_over]

@@ -1,8 +1,8 @@
 """Split the arguments of a call into chunks for replicas, and gather the outputs of all replicas into one output.
 
-torch's own functions `scatter` and `gather` refuse the CPU, repeated devices and scalars. If all replicas are on
-distinct accelerators (`by_torch` is true), torch's functions move the tensors. Otherwise the functions of this file
-move the tensors.
+torch's own functions `scatter` and `gather` refuse replicas on the CPU, two replicas on one device, and scalars. So
+torch's functions are used only if all replicas are on distinct accelerators (`by_torch` is true). In all other cases,
+functions of this file move the tensors.
 """
 
 import copy
@@ -86,7 +86,7 @@ def _move(leaf: Leaf, device: torch.device, copies: bool = False) -> Any:
 def gather_trees(
     outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False, dims: Dims = None
 ) -> Any:
-    """Gather the outputs of all replicas on `device`: concatenate their tensors, and return one output.
+    """Gather the outputs of all replicas: concatenate their tensors on `device`, and return one output.
 
     A tensor is concatenated along its dimension in `dims` (the user's `out_dims`). If `dims` names no dimension for a
     tensor, the tensor is concatenated along `dim`. Scalars become a vector, as in torch. Leaves that are not tensors
@@ -138,7 +138,7 @@ def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
 
 
 def _remedy(*leaves: Leaf | None) -> str:
-    """Return the remedy for the error about a leaf of the output that does not fit the same leaf of another replica."""
+    """Return the remedy to name in an error: two replicas have returned values that cannot be gathered."""
     if all([leaf is not None and isinstance(leaf.value, Number) for leaf in leaves]):
         return "return a tensor in place of a number that replicas compute, such as loss.detach()[None] for loss.item()"
     return (
@@ -164,7 +164,7 @@ def _is_misplaced(leaf: Leaf) -> bool:
     value = leaf.value
     if leaf.dim is None or value is None or isinstance(value, (Tensor, list)):
         return False
-    # A tuple, mapping or dataclass is a leaf only if it holds no tensors.
+    # A tuple, mapping or dataclass is a leaf of the output only if no tensors are in it.
     if isinstance(value, (tuple, Mapping)) or is_dataclass(value):
         return any(map(_is_number, leaves_of(children_of(value))))
     return _is_number(value) or all([type(key) is Index for key in leaf.path[1:]])
