@@ -79,8 +79,8 @@ class Peers(NamedTuple):
     ) -> tuple[Sequence[Sequence[Tensor]], Tensor, int | Tensor]:
         """Gather the statistics and the element counts of all W processes.
 
-        Return three values: the statistics of all processes, as a list with a single pair of tensors ``(W, C)``; their
-        counts, as a tensor ``(W,)``; and the sum of the counts.
+        Return three values. The first is a list with one pair of tensors, ``(W, C)`` each: a row for each process, with
+        C channels. The second is a tensor ``(W,)`` with the count of each process, the third the sum of these counts.
 
         `count` is the number of elements per channel in this process. The statistics are sent in `dtype`, or in their
         own dtype if `dtype` is None. The sum is a tensor, so that the host does not wait for its value. If `count` is

@@ -105,10 +105,10 @@ class Operation:
     # values. For a tensor, the pair holds the two operations that made the tensor. None takes the place of such an
     # operation if the tensor comes from outside the observed code.
     different_inputs: list[tuple[Any, Any]] = field(default_factory=list)
-    # The operation that made an input with two dimensions of samples, such as a similarity matrix; None if there is no
-    # such input
+    # If an input is a matrix of pairs of samples, such as a similarity matrix: the operation that made this matrix;
+    # otherwise None
     pairs: "Operation | None" = None
-    has_pairs: bool = False  # whether two dimensions of the result hold samples, as in a similarity matrix
+    has_pairs: bool = False  # whether the result is such a matrix, with samples in two dimensions
     differs: bool = False  # whether the result differs from the result on one device
     fits: bool = True  # whether the shape of the result allows a comparison with one device
 

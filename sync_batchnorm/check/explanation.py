@@ -157,7 +157,7 @@ class Investigation:
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
-        """Run the pass in replicas with other torch function modes; return whether the wrong result changes."""
+        """Run the pass in replicas again, with these torch function modes, and return whether its wrong result changes."""
         kind, name = self._difference[:2]
         with suppress(FailsInReplicas):  # Code after the replaced output may refuse its shape.
             seen = TwinRun(self._check, False, self._index).take(self._index, kind, modes)[kind]
@@ -289,7 +289,7 @@ class Investigation:
 
 
 def _text_of_calls(run: TwinRun, on_one: Mapping[str, int], remedy: str, path: str = "") -> str:
-    """Return a note about the first synchronized layer whose number of calls in a replica differs from one device.
+    """Return a note about a synchronized layer that some replica calls more often, or less often, than one device.
 
     Args:
         run: the run in replicas.

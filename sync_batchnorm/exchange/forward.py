@@ -170,8 +170,8 @@ def merge_replicas(
 
     saved_of_first = sent[0][1]
     if first.connection.pipe is None and saved_of_first is not None and saved_of_first.has_hooks:
-        # If there are several replicas, each replica has given its tensors to the saved-tensor hooks before it sent its
-        # message. This process runs a single replica, which has sent no message, so call the hooks here.
+        # Give the tensors of the only replica to the saved-tensor hooks. Several replicas do this themselves, before
+        # they send their messages.
         saved_of_first.pack()
     normalized = first.backend.normalize(calls, batch)
     merged = batch, (statistics, counts, total)

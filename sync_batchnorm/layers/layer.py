@@ -204,8 +204,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
         """Return the process group to synchronize with; None if this layer does not exchange with other processes."""
         group = processes.active_group(self.process_group)
         if group is None or (self._sync_connection is None and getattr(self, "_is_replica", False)):
-            # Replicas that are not connected do not exchange with other processes, because their threads would call the
-            # collectives of `torch.distributed` in an arbitrary order.
+            # These replicas are not connected to each other. Each would have to exchange statistics with the other
+            # processes alone. Their threads would then call the collectives of `torch.distributed` in any order.
             return None
         if self.group_size is None:
             return group

@@ -223,7 +223,7 @@ class Arguments:
         return int(value.shape[dim])
 
     def _outermost_list(self, path: Path) -> Path | None:
-        """Return the path of the outermost list around a leaf.
+        """Return the path of the list that contains a leaf; of several nested lists, the path of the outermost one.
 
         Skip lists for which `in_dims` names a dimension.
         """
