@@ -1,4 +1,4 @@
-"""The private names of torch that this library uses, and marks for the compiler of torch.
+"""The private names of torch that this library uses, and decorators that tell torch.compile how to treat a function.
 
 The comment above each private name tells why this library needs the name, and the consequence if torch drops it.
 

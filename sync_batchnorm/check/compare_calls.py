@@ -99,8 +99,8 @@ def suspects_in(call: ModuleCall, model: nn.Module) -> dict[int, ModuleCall]:
 
     The result is a dict from the number of each replica with a wrong output to the module call in this replica.
 
-    The output of a synchronized layer depends on the inputs in all replicas. If the inputs in any replica are wrong,
-    the layer itself may be correct, and the result is an empty dict.
+    A synchronized layer uses the inputs of all replicas. A wrong input in one replica therefore makes the outputs of a
+    correct layer wrong in all replicas. So if any input of such a layer is wrong, the function returns an empty dict.
 
     Args:
         call: the module call on one device. Its attribute `in_replicas` holds the same call in each replica.

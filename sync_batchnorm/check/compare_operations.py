@@ -113,7 +113,7 @@ class Operation:
     fits: bool = True  # whether the shape of the result allows a comparison with one device
 
     def origins(self) -> "list[tuple[Operation | None, Operation | None]]":
-        """Return pairs (operation in the replica, operation on one device) that made the input tensors which differ."""
+        """For each input tensor that differs, return the operations that made it: (in the replica, on one device)."""
         return [pair for pair in self.different_inputs if any(isinstance(origin, Operation) for origin in pair)]
 
     def gets_another(self) -> bool:

@@ -157,7 +157,7 @@ class Investigation:
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
-        """Run the pass in replicas again, with these torch function modes, and return whether its wrong result changes."""
+        """Run the pass in replicas again, with these modes, and return whether the wrong result changes."""
         kind, name = self._difference[:2]
         with suppress(FailsInReplicas):  # Code after the replaced output may refuse its shape.
             seen = TwinRun(self._check, False, self._index).take(self._index, kind, modes)[kind]

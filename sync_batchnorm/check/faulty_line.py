@@ -140,8 +140,8 @@ def _origin_of(operation: Operation) -> Operation | None:
     # values.
     if root and not root.fits and root.has_size_of_values():
         root = None if any(here and here.fits for here, _ in operation.origins()) else operation
-    # A call of a submodule is never the origin of a fault, because the check would have named a faulty submodule
-    # before.
+    # Do not return a call of a submodule. The check has tested all module calls before it searches for a line, and
+    # would have named a faulty submodule then.
     return root if root and (root is not operation or operation.called) else None
 
 

@@ -172,7 +172,7 @@ def _steps_of_torch_named() -> Iterator[None]:
 
 
 def _refuse_unseen(check: Check, many: Observed) -> None:
-    """Raise a TypeError if an output has an unknown class, and there is no `loss` to compare instead."""
+    """Raise a TypeError if the check cannot look into an output, and the user gave no `loss` that it could compare."""
     for path, kind in many["unseen"].items() if check.loss is None else ():
         raise TypeError(
             f"expected outputs to compare, but got {path} of class {kind}, in which no tensors can be seen; return "

@@ -85,8 +85,8 @@ class Saved:
             or (weight is not None and weight.requires_grad)
             or (bias is not None and bias.requires_grad)
         )
-        # The saved input. With saved-tensor hooks, `pack` replaces the input by the output of an autograd node that
-        # owns the saved tensors. A backward pass that does not retain the graph sets this attribute to None.
+        # The input, saved for the backward pass. If saved-tensor hooks are set, an autograd node saves the input, and
+        # this attribute holds the output of the node. A backward pass without `retain_graph` sets it to None.
         self.kept: Any = input
         # A backward pass drops the saved input, but never the saved weight, which is a small vector. If two threads run
         # backward passes, one thread may already have read the input, but not the weight. So the other thread must not

@@ -300,8 +300,8 @@ class Coordinator:
     def _wait(self, record: Record) -> Any:
         """Block until the mailbox of the replica holds an item, and return the value in the item.
 
-        If the forward pass broke, raise the error that broke it. The timeout of the wait starts again whenever the turn
-        of a replica begins, and after the process was suspended.
+        If the forward pass broke, raise the error that broke it. Two events start the timeout of the wait again: the
+        turn of another replica begins, or the whole process continues after it was suspended.
         """
         mailbox, since = record.mailbox, monotonic()
         while True:

@@ -1,4 +1,4 @@
-"""The state of one forward pass: the state of each replica, the meeting of replicas in each layer, and their turns.
+"""The state of one forward pass: what each replica does, which replicas exchange in which layer, and whose turn it is.
 
 The classes in this file neither wait nor lock. The lock of the `Coordinator` guards their state.
 """

@@ -252,7 +252,7 @@ class ParameterChanges:
 
 
 def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> bool:
-    """Return whether an element of a parameter changed in two turns. In a turn, one replica runs on the shared device.
+    """Return whether two replicas on the same device have changed the same element of a parameter in place.
 
     `before`, `first` and `last` are values of the parameter at three times: before the forward pass, after the first
     turn that changed the parameter, and at the end. If `first` and `last` differ only by rounding, this is not a second

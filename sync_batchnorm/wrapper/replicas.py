@@ -9,9 +9,9 @@ graph, and the replicas on this device get views of the copy:
                              on cuda:1 --two views--> replica 2
                                                   --> replica 3
 
-In the backward pass, autograd adds up the gradients of a parameter: first the gradients of its views on each device,
-then the sums of all devices. Buffers are not in the autograd graph. Replica 0 uses the buffers of the model itself, and
-every other replica gets copies of them.
+In the backward pass, autograd adds up the gradients of a parameter in two steps. It first adds up the gradients from
+all replicas of one device, and then the results of all devices. Buffers are not in the autograd graph. Replica 0 uses
+the buffers of the model itself, and every other replica gets copies of them.
 
 NOTE [conversions in replicas]: A `forward` may call ``self.layer.to("cuda:0")``. In `nn.DataParallel`, such a call is
 harmless, because modules of replicas have no registered parameters. Our replicas have registered parameters, which must
