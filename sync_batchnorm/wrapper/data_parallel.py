@@ -248,7 +248,7 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
             to two seconds later.
         in_dims: dimensions of samples by argument name: an int, None, or a tuple or dict of these for entries. See
             "Arguments that are not cut by rows" on the page "Usage".
-        out_dims: dimensions of samples in outputs, as in `torch.vmap`.
+        out_dims: dimensions of samples in outputs: an int, or a tuple or dict for entries.
 
     Raises:
         TypeError, ValueError: for wrong arguments; from a call, if inputs cannot be split or outputs not gathered, see
