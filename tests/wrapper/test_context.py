@@ -154,7 +154,7 @@ def test_thread_that_a_replica_has_started_is_in_no_replica(devices, pool):
 
     made: list[Any] = []
     model = Net(forward, bn=SynchronizedBatchNorm1d(3), submit=pool.submit).to(as_devices(devices)[0])
-    DataParallelWithCallback(model, devices)(data.to(as_devices(devices)[0])).square().sum().backward()
+    DataParallelWithCallback(model, devices)(data.to(as_devices(devices)[0])).backward(data.to(as_devices(devices)[0]))
     assert pool.submit(other, data).result().shape == (4, 3)  # no layer of a replica
     gc.collect()
     assert [replica() for replica in made] == [None, None]  # though threads of the pool keep their contexts
@@ -164,12 +164,7 @@ def exchange(net: nn.Module, input: Tensor) -> Tensor:
     """Two threads of a replica exchange through a `SyncMaster` of their own."""
     master = SyncMaster(lambda messages: [(member, sum(one for _, one in messages)) for member, _ in messages])
     pipe, answers = master.register_slave(1), list[int]()
-    bodies = (lambda: answers.append(master.run_master(1)), lambda: answers.append(pipe.run_slave(2)))
-    threads = [threading.Thread(target=body, daemon=True) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda: answers.append(master.run_master(1)), lambda: answers.append(pipe.run_slave(2)))
     assert answers == [3, 3]
     return net.bn(input)
 
