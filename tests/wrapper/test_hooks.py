@@ -12,16 +12,7 @@ from weakref import WeakSet
 import pytest
 import torch
 from conftest import first_in_smoke, slow
-from helpers import (
-    Net,
-    as_devices,
-    assert_equal,
-    assert_same_state,
-    assert_same_step,
-    assert_trains_as_one_device,
-    doubles,
-    twins,
-)
+from helpers import Net, as_devices, assert_same_state, assert_same_step, assert_trains_as_one_device, doubles, twins
 from scripted import WRAPPERS, R
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -97,17 +88,6 @@ def test_hook_that_a_replica_registers_acts_as_on_one_device_and_ends_with_it(de
     model = net(function, layer=LAYERS[layer](), register=register)
     _, parallel = assert_trains_as_one_device(model, devices, 7, 3, steps=3)
     assert not has_hooks(parallel.module.layer)
-
-
-def for_the_root(net, input):
-    handle = net.register_forward_hook(doubled)
-    output = net.bn(input)
-    handle.remove()
-    return output
-
-
-def test_hook_that_a_replica_registers_on_the_root_is_its_own(devices):
-    assert_trains_as_one_device(net(for_the_root), devices, 7, 3)
 
 
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
@@ -222,19 +202,6 @@ def test_hooks_of_a_graph_module_are_those_of_its_replicas(devices, kind):
         assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
 
 
-def scriptable(self, input: tuple[Tensor], output: Tensor):
-    return 2 * output
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_forward_hooks_of_a_scripted_module_act_in_each_replica():
-    plain = net(run).double()
-    plain.layer.register_forward_hook(scriptable)
-    scripted = net(run, bn=copy.deepcopy(plain.bn), layer=torch.jit.script(plain.layer))
-    data = doubles(7, 3)
-    assert_equal(WRAPPERS["wrapper"](convert_model(scripted))(data), plain(data))
-
-
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 @pytest.mark.parametrize("name", ["layer", "bn", "", "graph"])
 def test_backward_hook_of_the_older_kind_is_refused_in_the_backward_with_the_remedy(devices, name):
@@ -249,16 +216,6 @@ def test_backward_hook_of_the_older_kind_is_refused_in_the_backward_with_the_rem
     parallel.zero_grad()
     plain.load_state_dict(parallel.module.state_dict())
     assert_same_step(plain, parallel, data)
-
-
-@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
-def test_backward_hook_of_the_older_kind_acts_where_one_replica_runs_the_module():
-    calls = []
-    model = convert_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    model.register_backward_hook(lambda *args: calls.append(args[0]))
-    parallel = WRAPPERS["wrapper"](model).eval()
-    parallel(torch.randn(1, 3)).backward(torch.randn(1, 3))
-    assert calls == [model]
 
 
 class Film(nn.Module):
