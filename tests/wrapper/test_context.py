@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from contextvars import ContextVar, copy_context
@@ -137,14 +136,8 @@ def _inherits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", start_inheriting)
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as made:
-        yield made
-
-
 @pytest.mark.usefixtures("_inherits")
-def test_thread_that_a_replica_has_started_is_in_no_replica(devices, pool):
+def test_thread_that_a_replica_has_started_is_in_no_replica(devices):
     other, data = SynchronizedBatchNorm1d(3), torch.randn(4, 3)
 
     def forward(net: nn.Module, input: Tensor) -> Tensor:
@@ -153,11 +146,13 @@ def test_thread_that_a_replica_has_started_is_in_no_replica(devices, pool):
         return net.bn(input)
 
     made: list[Any] = []
-    model = Net(forward, bn=SynchronizedBatchNorm1d(3), submit=pool.submit).to(as_devices(devices)[0])
-    DataParallelWithCallback(model, devices)(data.to(as_devices(devices)[0])).backward(data.to(as_devices(devices)[0]))
-    assert pool.submit(other, data).result().shape == (4, 3)  # no layer of a replica
-    gc.collect()
-    assert [replica() for replica in made] == [None, None]  # though threads of the pool keep their contexts
+    device = as_devices(devices)[0]
+    with ThreadPoolExecutor(2) as pool:
+        model = Net(forward, bn=SynchronizedBatchNorm1d(3), submit=pool.submit).to(device)
+        DataParallelWithCallback(model, devices)(data.to(device)).backward(data.to(device))
+        assert pool.submit(other, data).result().shape == (4, 3)  # no layer of a replica
+        gc.collect()
+        assert [replica() for replica in made] == [None, None]  # though threads of the pool keep their contexts
 
 
 def exchange(net: nn.Module, input: Tensor) -> Tensor:
