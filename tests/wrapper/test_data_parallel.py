@@ -1,11 +1,8 @@
 """The wrapper is a `DataParallel`: buffers, devices, hooks, attributes, errors and copies."""
 
 import copy
-import pickle
 import re
 import threading
-import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -143,25 +140,6 @@ def test_attribute_that_nobody_has_gets_no_hint():
         parallel.nothing  # noqa: B018
     with pytest.raises(AttributeError, match=r"has no attribute 'weight'$"):
         DataParallelWithCallback.__new__(DataParallelWithCallback).weight  # noqa: B018
-    with pytest.raises(AttributeError, match=r"'fc'; the module has it: parallel\.module\.fc$"):
-        DataParallelWithCallback(scripted(), ["cpu"] * 2).fc  # noqa: B018
-
-
-def scripted():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a future without TorchScript
-        return torch.jit.script(nn.Sequential(OrderedDict(fc=nn.Linear(2, 2))))
-
-
-@pytest.mark.parametrize("way", WRAPS)
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda parallel: pickle.loads(pickle.dumps(parallel))])
-def test_copies_of_a_wrapper_run(way, copied):
-    parallel, input = WRAPS[way](Backbone()), torch.randn(4, 2)
-    other = copied(parallel)
-    assert type(other) is type(parallel)
-    assert_equal(other(input), parallel(input))
-    with pytest.raises(AttributeError, match="the module has it"):
-        other.number  # noqa: B018
 
 
 def test_single_chunk_runs_the_module_itself(monkeypatch):
