@@ -76,10 +76,6 @@ def recur(net, x, state=None):
     return net.rnn(norm(net, x), state)
 
 
-def attention():
-    return model(attend, attention=nn.MultiheadAttention(4, 2, batch_first=True))
-
-
 def attend(net, x, attn_mask=None, key_padding_mask=None):
     x = norm(net, x)
     return net.attention(x, x, x, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
@@ -161,7 +157,9 @@ CASES = {
     "LSTM, one dimension for both": Case(LSTM, with_two_states, {"state": 1}, (0, 1)),
     "time first": Case(TIME_FIRST, lambda n, new: {"x": new(5, n, 4), "state": new(2, n, 4)}, {"x": 1, "state": 1}, 1),
     "no state": Case(GRU, lambda n, new: {"x": new(n, 5, 4)}, {"state": 1}, [0, -2]),
-    "attention": Case(attention, masks, {"attn_mask": None}),
+    "attention": Case(
+        lambda: model(attend, attention=nn.MultiheadAttention(4, 2, batch_first=True)), masks, {"attn_mask": None}
+    ),
     "detector": Case(partial(model, detect), targets, {"targets": 0}, (0, 0)),
     "clouds": Case(partial(model, pool), lambda n, new: {"clouds": [new(i + 2, 4) for i in range(n)]}, {"clouds": 0}),
     "captions and objects": Case(partial(model, caption), captions, {"captions": 0, "boxes": 0}),
