@@ -105,9 +105,7 @@ INNER = {
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 @pytest.mark.parametrize("mode", [torch.enable_grad, *slow(torch.no_grad)])
 @pytest.mark.parametrize("has_statistics", [True, False])
-def test_wrapper_whose_layers_use_the_batch_and_that_is_no_part_of_the_model_is_refused(
-    wrap, inner, mode, has_statistics
-):
+def test_wrapper_outside_the_model_whose_layers_use_the_batch_is_refused(wrap, inner, mode, has_statistics):
     net = inner_net().append(nn.BatchNorm1d(4, track_running_stats=has_statistics)).double()
     inner = inner(net)
     net.eval()[-1].train(has_statistics)
@@ -163,9 +161,6 @@ def test_wrappers_may_be_compiled(number, whole):
     assert_same_state(parallel, plain)
 
 
-# Operations in place
-
-
 # On distinct GPUs inputs are cut, and parameters copied, by torch, which then refuses operations in place.
 local = [params for params in device_lists(1, 3) if not params.id.startswith("cuda-")]
 
@@ -213,9 +208,6 @@ def test_inputs_of_inference_mode_are_taken(size):
         assert_equal(parallel(input), plain(input))
 
 
-# Wrappers in wrappers
-
-
 @pytest.mark.parametrize("devices", device_lists(1, 2))
 def test_wrapper_inside_a_wrapper_synchronizes_over_all_replicas(devices):
     plain = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))).double()
@@ -228,9 +220,6 @@ def test_wrapper_inside_a_wrapper_synchronizes_over_all_replicas(devices):
     input = doubles(8, 3, devices=devices)
     assert_equal(outer(input), plain(input))
     assert backbone[1].num_batches_tracked == 1
-
-
-# Errors that a forward swallows
 
 
 @pytest.mark.parametrize("instead", [lambda x: x, lambda x: None if x[0, 0] < 0 else x], ids=["input", "input-or-None"])
@@ -257,9 +246,6 @@ def test_error_that_a_forward_swallows_reaches_the_caller(wrap, replica, instead
         parallel(x, numbers)
     model.steps = {}
     parallel(*batch())
-
-
-# Transforms
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda t: t.__name__)
