@@ -355,12 +355,9 @@ def test_model_may_have_attributes_of_any_name():
     assert list(map(type, replica.modules())) == list(map(type, parallel.module.modules()))
 
 
-def scaling():
-    return Net(lambda net, input: net.bn(input) * net.factor, bn=nn.BatchNorm1d(3), factor=1.0)
-
-
 def test_replicas_may_be_made_and_run_by_hand():
-    plain, parallel = twins(scaling().double(), DEVICES)
+    net = Net(lambda net, input: net.bn(input) * net.factor, bn=nn.BatchNorm1d(3), factor=1.0)
+    plain, parallel = twins(net.double(), DEVICES)
     data = doubles(7, 3)
     replicas = parallel.replicate(parallel.module, parallel.device_ids)
     for i, replica in enumerate(replicas):
