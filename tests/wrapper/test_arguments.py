@@ -101,7 +101,7 @@ ROWS: dict[str, Any] = {  # arguments on two devices, and what their error says;
     "none and none": ([torch.zeros(0, 3), torch.zeros(0, 3)], None),
     "a hidden state": (
         [torch.zeros(7, 5), torch.zeros(2, 7)],
-        f"{UNEQUAL}y in in_dims, or pass in_dims={{'y': None}} to",
+        f"{UNEQUAL}y in in_dims, or pass in_dims={{'y': None}} t",
     ),
     "boxes": ([X[:3], [torch.zeros(n, 4) for n in (7, 2, 1)]], "y[0] in in_dims" + TWO % (0, "{0: None}")),
     "keys": ([X, {0: [X, torch.zeros(5)], "a": X}], "y[0][1] in in_dims" + TWO % ("{0: 0}", "{0: {1: None}}")),
