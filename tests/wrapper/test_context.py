@@ -88,9 +88,7 @@ def where(net: nn.Module, input: Tensor) -> Tensor:
 @pytest.mark.cuda
 @pytest.mark.parametrize("wrapper", [DataParallelWithCallback, Wrapper])
 @pytest.mark.parametrize("way", ["set", "with"])
-@pytest.mark.parametrize(
-    "devices", [param for param in [*device_lists(2), *INTERLEAVED] if param.values[0][0] != "cpu"]
-)
+@pytest.mark.parametrize("devices", [it for it in [*device_lists(2), *INTERLEAVED] if it.values[0][0] != "cpu"])
 def test_default_device_of_the_kind_of_the_replicas_is_that_of_each(devices, way, wrapper):
     if wrapper is Wrapper and len(set(devices)) < len(devices):
         pytest.skip("torch refuses replicas that share a device")
@@ -190,10 +188,7 @@ def test_two_threads_of_a_replica_that_call_layers_at_once_are_told_what_to_do()
 
     one_waits, other_called = threading.Event(), threading.Event()
     parallel = DataParallelWithCallback(Numbered(forward, bn=SynchronizedBatchNorm1d(3)), ["cpu"] * 2, timeout=5.0)
-    text = (
-        "^expected one thread of a replica to exchange at a time, but replica 0 on device cpu called bn in one thread "
-        "while another one waits in bn, call 1; call synchronized layers in the thread that runs forward"
-    )
+    text = "called bn in one thread while another one waits in bn, call 1; call synchronized layers in the thread"
     with pytest.raises(RuntimeError, match=text):
         parallel(torch.randn(4, 3))
 
