@@ -325,11 +325,7 @@ OUTPUTS: dict[str, tuple[Any, ...]] = {  # what each replica returns, `out_dims`
     "dict": (lambda x: {"a": x, "b": x.T}, {"b": 1}, lambda x: {"a": x, "b": x.T}),
     "scalars": (lambda x: [x.sum(), x], (None, 0), "replica 0 returned output[0] = tensor("),
     "vector of scalars": (lambda x: {"loss": x.sum()}, 0, lambda x: {"loss": x.view(2, 4).sum(1)}),
-    "numbers": (
-        lambda x: {"n": int(x[0, 0])},
-        {"n": None},
-        "replica 1 returned 4; return a tensor in place of a number",
-    ),
+    "numbers": (lambda x: {"n": int(x[0, 0])}, {"n": None}, "replica 1 returned 4; return a tensor in place of a"),
     "NaN": (lambda x: {"n": math.nan if x[0, 0] == 0 else 1.0}, {"n": None}, "output['n'] = nan, but replica 1"),
     "list of numbers": (lambda x: [{"n": int(n)} for n in x[:, 0]], 0, lambda x: [{"n": int(n)} for n in x[:, 0]]),
     "list": (lambda x: list(x), 0, list),
