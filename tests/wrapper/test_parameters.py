@@ -299,12 +299,6 @@ def test_dtype_of_a_layer_changes_in_the_replica_alone(devices, layer):
         assert_equal(actual.grad, expected.grad.float())
 
 
-def test_other_functions_act_on_the_parameters_of_the_replica():
-    net = Net(lambda net, x: net.layer._apply(torch.neg)(x), layer=nn.Linear(3, 3)).double()
-    (plain, parallel), data = twins(net, ["cpu"] * 2), doubles(4, 3)
-    assert_equal(parallel(data), -plain.layer(data))
-
-
 SET = {
     "weight": lambda net: net.linear.weight.sum(0),
     "bias": lambda net: net.linear.bias * 2,
@@ -340,6 +334,8 @@ def test_tensor_that_forward_puts_into_the_dictionary_of_a_layer_is_used(devices
 class Own(nn.Linear):
     """Has a conversion of its own, which sees its parameters."""
 
+    refuses = False
+
     def _apply(self, fn, recurse=True):
         self.seen = len(list(self.parameters()))
         return self if self.refuses else super()._apply(fn, recurse)
@@ -353,9 +349,7 @@ def test_conversion_of_a_class_is_asked_first(devices, refuses):
         assert net.layer.weight.dtype == (torch.float64 if refuses else torch.float32)
         return net.layer(input.to(net.layer.weight.dtype))
 
-    layer = Own(3, 3)
-    layer.refuses = False
-    _, parallel = twins(Net(forward, layer=layer).double(), devices)
+    _, parallel = twins(Net(forward, layer=Own(3, 3)).double(), devices)
     parallel.module.layer.refuses = refuses
     assert parallel(doubles(6, 3, devices=devices)).shape == (6, 3)
 
