@@ -98,7 +98,6 @@ def recurrent():
 
 
 def computing():
-    """Return a net whose weights are computed from parameters."""
     norms = nn.utils.parametrizations
     by_hook, linear = nn.utils.spectral_norm(nn.Linear(3, 3)), norms.weight_norm(nn.Linear(3, 3))
     return nn.Sequential(by_hook, norms.spectral_norm(nn.Linear(3, 3)), linear, nn.BatchNorm1d(3))
@@ -257,8 +256,6 @@ def test_buffers_of_scripted_modules_change_in_place_and_once():
 
 
 class Looking(nn.Linear):
-    """Has a function look while it is copied."""
-
     def _replicate_for_data_parallel(self):
         self.look()
         return super()._replicate_for_data_parallel()
@@ -368,21 +365,16 @@ def test_replicas_may_be_made_and_run_by_hand():
     assert parallel.module.factor == 1.0
 
 
-@pytest.mark.parametrize("where", ["after a forward pass", "in a replica"])
-def test_replicas_of_the_users_are_not_taken_for_those_of_an_earlier_forward_pass(where):
+def test_replicas_of_the_users_are_not_taken_for_those_of_a_forward_pass_around_or_before_them():
     def calls_replicas(net, input):
         twice = parallel.parallel_apply([nn.Softsign(), nn.Softsign()], [(input,)] * 2, [{}] * 2)
         return torch.stack(twice).sum(0)
 
-    parallel = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)
-    input = torch.randn(4, 3)
-    if where == "in a replica":
-        outputs = DataParallelWithCallback(Net(calls_replicas), ["cpu"] * 2)(input)
-    else:
-        replicas = parallel.replicate(parallel.module, parallel.device_ids)
-        parallel.parallel_apply(replicas, [(input,)] * 2, [{}] * 2)
-        outputs = calls_replicas(None, input)
-    assert_equal(outputs, 2 * nn.functional.softsign(input))
+    parallel, input = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2), torch.randn(4, 3)
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    parallel.parallel_apply(replicas, [(input,)] * 2, [{}] * 2)
+    for outputs in (calls_replicas(None, input), DataParallelWithCallback(Net(calls_replicas), ["cpu"] * 2)(input)):
+        assert_equal(outputs, 2 * nn.functional.softsign(input))
 
 
 CPU_AUTOCAST = functools.partial(torch.autocast, "cpu")
