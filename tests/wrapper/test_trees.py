@@ -182,17 +182,14 @@ def test_trees_of_every_kind_are_cut_and_put_together(devices, kind):
     assert_same_tree(returned(TREES[kind], x, devices), before, "output", 0.0)
 
 
-ITERABLES = {
-    "Cache in a dataclass": lambda x: Logits(x, (Cache([[x], [x + 1]]),)),
-    "UserList": lambda x: UserList([x, [x]]),
-    "deque": lambda x: deque([x, x + 1]),
-}
-
-
-@pytest.mark.parametrize("kind", ITERABLES)
-def test_iterables_that_replicas_return_are_made_anew(devices, kind):
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: Logits(x, (Cache([[x], [x + 1]]),)), lambda x: UserList([x, [x]]), lambda x: deque([x, x + 1])],
+    ids=["Cache", "UserList", "deque"],
+)
+def test_iterables_that_replicas_return_are_made_anew(devices, make):
     x = doubles(5, 2, devices=devices)
-    assert_same_tree(returned(ITERABLES[kind], x, devices), ITERABLES[kind](x), "output", 0.0)
+    assert_same_tree(returned(make, x, devices), make(x), "output", 0.0)
 
 
 @on_devices
@@ -422,10 +419,7 @@ UNLIKE: dict[str, Any] = {  # what two replicas return, and how the error names 
     "more keys": (lambda x: {"a": x}, lambda x: {"a": x, "b": x}, f"output['b'] = {ONE_MORE}"),
     "empty": (lambda x: (x, []), lambda x: (x,), "output[1] = [], but replica 1 returned nothing there"),
     "value": (lambda x: Output(x, "a"), lambda x: Output(x, "b"), "output.value = 'a', but replica 1 returned 'b'"),
-    "below": (
-        *[lambda x, name=name: (x, UserDict(names=Output(x, ["a", name]))) for name in "bc"],
-        "output[1]['names'].value[1] = 'b', but replica 1 returned 'c'",
-    ),
+    "below": (lambda x: [Output(x, ["a", "b"])], lambda x: [Output(x, ["a", "c"])], "output[0].value[1] = 'b', but"),
     "no tensors": (lambda x: Output(None, "a"), lambda x: Output(None, "b"), "output = Output(rows=None, value='a'),"),
     "objects": (lambda x: {"x": x, "net": Net(None)},) * 2 + ("output['net'] = Net(), but replica 1 returned Net()",),
     "layers": (lambda x: Cache([[x]]), lambda x: Cache([[x], [x]]), f"output[1][0] = {ONE_MORE}"),
@@ -464,9 +458,7 @@ def test_outputs_that_differ_in_other_sizes_than_rows_are_named(devices, kind):
         returning(*outputs, devices)
 
 
-@pytest.mark.parametrize(
-    "output", ["text", True, iter([]), Cache([[1]]), ["a"]], ids=lambda value: type(value).__name__
-)
+@pytest.mark.parametrize("output", ["text", True, iter([]), Cache([[1]]), ["a"]], ids=lambda it: type(it).__name__)
 def test_replicas_that_return_no_tensors_are_told(devices, output):
     name, path, dims = ("str", "[1][0]", "{0: None}") if output == ["a"] else (type(output).__name__, "[1]", "None")
     text = re.escape(f"got {name} in output{path}; return a tensor (")
