@@ -3,8 +3,9 @@
 import ast
 import re
 import warnings
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -26,13 +27,7 @@ class Sample:
     more: Any
 
 
-class Four(NamedTuple):
-    one: Any
-    two: Any
-    three: Any
-    four: Any
-
-
+Four = namedtuple("Four", ["one", "two", "three", "four"])
 LISTS = {  # what is passed, and how the warning names the list and its remedy
     "rows in proportion": ([X, BOXES], {}, "y, a list,", "{'y': 0}"),
     "clouds alone": ([[torch.zeros(n, 3) for n in (4, 8, 4)]], {}, "x, a list,", "{'x': 0}"),
