@@ -119,11 +119,9 @@ def test_another_default_device_is_that_of_the_caller(way):
     assert parallel(input).mean() < 0.1
 
 
-# Threads that start with a copy of the context of the thread that starts them: the default of Python 3.14t.
-
-
 @pytest.fixture
 def _inherits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let threads start with a copy of the context of those that start them: the default of Python 3.14t."""
     start = threading.Thread.start
 
     def start_inheriting(thread: Any) -> None:
