@@ -37,7 +37,6 @@ def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):
 
 
 def with_weight(*shape):
-    """Call a layer in replicas whose weight has a shape of its own."""
     layer = convert_model(nn.BatchNorm2d(4))
     layer.weight = nn.Parameter(torch.ones(shape))
     return DataParallelWithCallback(layer, ["cpu"] * 2)(torch.zeros(4, 4, 5, 5))
@@ -91,14 +90,10 @@ def test_tracing_is_refused_before_anything_runs(devices, rows):
     plain, parallel = twins(TwoLayers().double(), devices)
     input = doubles(rows, 3, 6, 6, devices=devices)
     inside = Net(lambda net, input: net.parallel(input), parallel=parallel)
-    for module in (parallel, inside, patch_replication_callback(of_class(Wrapper, parallel.module, devices))):
+    for module in (parallel, inside, patch_replication_callback(of_class(nn.DataParallel, parallel.module, devices))):
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"outside torch.jit.trace.*; trace parallel.module"):
             torch.jit.trace(module, input)
     assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=devices))
-
-
-class Wrapper(nn.DataParallel):
-    """A subclass that is patched."""
 
 
 class Backbone(nn.Linear):
@@ -120,7 +115,7 @@ class Backbone(nn.Linear):
 
 WRAPS = {
     "ours": lambda module: DataParallelWithCallback(module, ["cpu"] * 2),
-    "patched": lambda module: patch_replication_callback(of_class(Wrapper, module, ["cpu"] * 2)),
+    "patched": lambda module: patch_replication_callback(of_class(nn.DataParallel, module, ["cpu"] * 2)),
 }
 
 
