@@ -248,7 +248,7 @@ def test_wrapper_of_every_origin_knows_the_dimensions(devices, way, kind):
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("rows", [1, 3, *slow(2)])
-@pytest.mark.parametrize("devices", device_lists(1, 4))
+@pytest.mark.parametrize("devices", device_lists(4, slow=(1,)))
 def test_one_device_and_fewer_rows_than_devices(devices, rows, kind):
     assert_steps_equal(kind, devices, rows, training=False)
 
@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a module, its `in_dims`, arguments, a
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is")  # deprecated, or not supported
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", [*filter("compiled".__ne__, REFUSED), *slow("compiled")])
 def test_dimensions_that_do_not_fit_are_refused_by_name(kind):
     module, in_dims, args, error, text = REFUSED[kind]
     module = torch.compile(module) if kind == "compiled" else module
