@@ -54,8 +54,9 @@ REACH = {  # whether the layers are in a plain list, how else a replica reaches 
 
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
-@pytest.mark.parametrize(("kind", "reach", "cause"), REACH.values(), ids=list(REACH))
-def test_original_layer_that_a_replica_reaches_is_refused(wrap, kind, reach, cause):
+@pytest.mark.parametrize("how", ["list", "closure", "compile", *slow("compiled layer")])
+def test_original_layer_that_a_replica_reaches_is_refused(wrap, how):
+    kind, reach, cause = REACH[how]
     net = Steps(kind).double()
     reach(net)
     parallel, data = wrap(net), doubles(6, 4)
@@ -66,11 +67,11 @@ def test_original_layer_that_a_replica_reaches_is_refused(wrap, kind, reach, cau
     assert_equal(parallel(data), net(data))
 
 
-def test_forward_that_is_wrapped_on_the_wrapper_equals_one_device(devs):
-    plain, parallel = twins(Steps(nn.ModuleList).double(), devs)
+def test_forward_that_is_wrapped_on_the_wrapper_equals_one_device(devices):
+    plain, parallel = twins(Steps(nn.ModuleList).double(), devices)
     for module in (plain, parallel):
         wrap_forward(module, 2)
-    assert_same_step(plain, parallel, doubles(6, 4, devices=devs))
+    assert_same_step(plain, parallel, doubles(6, 4, devices=devices))
 
 
 def test_layer_that_is_no_part_of_the_model_is_refused(wrap):
@@ -222,8 +223,10 @@ def test_wrapper_inside_a_wrapper_synchronizes_over_all_replicas(devices):
     assert backbone[1].num_batches_tracked == 1
 
 
-@pytest.mark.parametrize("instead", [lambda x: x, lambda x: None if x[0, 0] < 0 else x], ids=["input", "input-or-None"])
-@pytest.mark.parametrize("replica", [0, 1])
+RETURNED = [(0, lambda x: x), (1, lambda x: None if x[0, 0] < 0 else x)]  # by replicas in place of the error
+
+
+@pytest.mark.parametrize(("replica", "instead"), RETURNED, ids=["input", "input-or-None"])
 def test_error_that_a_forward_swallows_reaches_the_caller(wrap, replica, instead):
     class Swallowing(Scripted):
         def forward(self, x, replica):
