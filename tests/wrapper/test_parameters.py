@@ -183,9 +183,7 @@ IN_PLACE = {  # how replicas change a parameter, and the number of warnings
 
 
 def texts_of(net: Net, devices: Any, passes: int) -> list[str]:
-    """Return the warnings of a number of forward passes."""
-    net = net.to(as_devices(devices)[0])
-    parallel = DataParallelWithCallback(net, devices)
+    parallel = DataParallelWithCallback(net.to(as_devices(devices)[0]), devices)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(passes):
@@ -332,8 +330,6 @@ def test_tensor_that_forward_puts_into_the_dictionary_of_a_layer_is_used(devices
 
 
 class Own(nn.Linear):
-    """Has a conversion of its own, which sees its parameters."""
-
     refuses = False
 
     def _apply(self, fn, recurse=True):
