@@ -150,8 +150,8 @@ def test_forward_that_is_bound_to_a_module_runs_in_its_replica(devices, kind):
 
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # but with simulated GPUs
 @pytest.mark.parametrize("net", [Unused, recurrent, computing])
-def test_modules_of_any_kind_train_in_replicas(devs, net):
-    assert_trains_as_one_device(net(), devs, 6, 3)
+def test_modules_of_any_kind_train_in_replicas(devices, net):
+    assert_trains_as_one_device(net(), devices, 6, 3)
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -182,7 +182,6 @@ def test_no_gradient_goes_on_from_a_buffer_that_no_replica_uses(devices):
 
 
 def used_in_part(net, input):
-    """Uses a parameter where the first number is positive, so not in every replica."""
     return input.sin() * (net.weight if input[0, 0] > 0 else net.bias)
 
 
@@ -294,7 +293,6 @@ DEVICES = ["cpu"] * R
 
 
 def looking(look: Callable[[Any, Tensor], Any]) -> Net:
-    """Return a model that has a function look at it, and at its input, after its layer."""
     return Net(lambda net, input: (net.bn(input), look(net, input))[0], bn=SynchronizedBatchNorm1d(3))
 
 
