@@ -147,13 +147,6 @@ def test_replicas_that_are_called_by_modules_and_functions_take_turns(cls, calle
     assert running == ([2, 2] if "last" in called else [0, 1, 2, 0, 1, 2])
 
 
-FAILURES = {
-    "before": (ArithmeticError, "in replica 1 on device"),
-    "after": (ArithmeticError, "in replica 1 on device"),
-    "instead": (ReplicaSyncError, r"replica 1 on device \S+ left its forward while replica 0 on device \S+ waits"),
-}
-
-
 @pytest.mark.parametrize("place", ["before", "instead", *slow("after")])
 @every_wrapping
 @every_call
@@ -168,7 +161,8 @@ def test_failures_of_what_calls_a_replica_name_it_and_release_the_others(cls, ca
 
     parallel = wrapping(cls, twins(nn.BatchNorm1d(3).double(), devices)[1].module, devices, called)
     parallel.step = step
-    error, text = FAILURES[place]
+    left = r"replica 1 on device \S+ left its forward while replica 0 on device \S+ waits"
+    error, text = (ReplicaSyncError, left) if place == "instead" else (ArithmeticError, "in replica 1 on device")
     with pytest.raises(error) as caught:
         parallel(doubles(6, 3, devices=devices))
     assert re.search(text, f"{caught.value} {caught.value.__notes__[0]}")
