@@ -148,6 +148,7 @@ assert "torch._dynamo" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_hook_that_is_a_method_is_compiled_with_its_layer():
     net = body(lambda net, x: net.bn(torch.compile(net.conv, backend="eager", fullgraph=True)(x)))
     scale = MethodType(lambda net, module, args, output: output * net.bn.weight.sum(), net)

@@ -54,8 +54,9 @@ REACH = {  # whether the layers are in a plain list, how else a replica reaches 
 
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
-@pytest.mark.parametrize(("kind", "reach", "cause"), REACH.values(), ids=list(REACH))
-def test_original_layer_that_a_replica_reaches_is_refused(wrap, kind, reach, cause):
+@pytest.mark.parametrize("how", ["list", "closure", "compile", *slow("compiled layer")])
+def test_original_layer_that_a_replica_reaches_is_refused(wrap, how):
+    kind, reach, cause = REACH[how]
     net = Steps(kind).double()
     reach(net)
     parallel, data = wrap(net), doubles(6, 4)
@@ -66,11 +67,11 @@ def test_original_layer_that_a_replica_reaches_is_refused(wrap, kind, reach, cau
     assert_equal(parallel(data), net(data))
 
 
-def test_forward_that_is_wrapped_on_the_wrapper_equals_one_device(devs):
-    plain, parallel = twins(Steps(nn.ModuleList).double(), devs)
+def test_forward_that_is_wrapped_on_the_wrapper_equals_one_device(devices):
+    plain, parallel = twins(Steps(nn.ModuleList).double(), devices)
     for module in (plain, parallel):
         wrap_forward(module, 2)
-    assert_same_step(plain, parallel, doubles(6, 4, devices=devs))
+    assert_same_step(plain, parallel, doubles(6, 4, devices=devices))
 
 
 def test_layer_that_is_no_part_of_the_model_is_refused(wrap):
@@ -105,9 +106,7 @@ INNER = {
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 @pytest.mark.parametrize("mode", [torch.enable_grad, *slow(torch.no_grad)])
 @pytest.mark.parametrize("has_statistics", [True, False])
-def test_wrapper_whose_layers_use_the_batch_and_that_is_no_part_of_the_model_is_refused(
-    wrap, inner, mode, has_statistics
-):
+def test_wrapper_outside_the_model_whose_layers_use_the_batch_is_refused(wrap, inner, mode, has_statistics):
     net = inner_net().append(nn.BatchNorm1d(4, track_running_stats=has_statistics)).double()
     inner = inner(net)
     net.eval()[-1].train(has_statistics)
@@ -163,9 +162,6 @@ def test_wrappers_may_be_compiled(number, whole):
     assert_same_state(parallel, plain)
 
 
-# Operations in place
-
-
 # On distinct GPUs inputs are cut, and parameters copied, by torch, which then refuses operations in place.
 local = [params for params in device_lists(1, 3) if not params.id.startswith("cuda-")]
 
@@ -213,9 +209,6 @@ def test_inputs_of_inference_mode_are_taken(size):
         assert_equal(parallel(input), plain(input))
 
 
-# Wrappers in wrappers
-
-
 @pytest.mark.parametrize("devices", device_lists(1, 2))
 def test_wrapper_inside_a_wrapper_synchronizes_over_all_replicas(devices):
     plain = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))).double()
@@ -230,11 +223,10 @@ def test_wrapper_inside_a_wrapper_synchronizes_over_all_replicas(devices):
     assert backbone[1].num_batches_tracked == 1
 
 
-# Errors that a forward swallows
+RETURNED = [(0, lambda x: x), (1, lambda x: None if x[0, 0] < 0 else x)]  # by replicas in place of the error
 
 
-@pytest.mark.parametrize("instead", [lambda x: x, lambda x: None if x[0, 0] < 0 else x], ids=["input", "input-or-None"])
-@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize(("replica", "instead"), RETURNED, ids=["input", "input-or-None"])
 def test_error_that_a_forward_swallows_reaches_the_caller(wrap, replica, instead):
     class Swallowing(Scripted):
         def forward(self, x, replica):
@@ -257,9 +249,6 @@ def test_error_that_a_forward_swallows_reaches_the_caller(wrap, replica, instead
         parallel(x, numbers)
     model.steps = {}
     parallel(*batch())
-
-
-# Transforms
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda t: t.__name__)

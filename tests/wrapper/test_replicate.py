@@ -147,13 +147,6 @@ def test_replicas_that_are_called_by_modules_and_functions_take_turns(cls, calle
     assert running == ([2, 2] if "last" in called else [0, 1, 2, 0, 1, 2])
 
 
-FAILURES = {
-    "before": (ArithmeticError, "in replica 1 on device"),
-    "after": (ArithmeticError, "in replica 1 on device"),
-    "instead": (ReplicaSyncError, r"replica 1 on device \S+ left its forward while replica 0 on device \S+ waits"),
-}
-
-
 @pytest.mark.parametrize("place", ["before", "instead", *slow("after")])
 @every_wrapping
 @every_call
@@ -168,7 +161,8 @@ def test_failures_of_what_calls_a_replica_name_it_and_release_the_others(cls, ca
 
     parallel = wrapping(cls, twins(nn.BatchNorm1d(3).double(), devices)[1].module, devices, called)
     parallel.step = step
-    error, text = FAILURES[place]
+    left = r"replica 1 on device \S+ left its forward while replica 0 on device \S+ waits"
+    error, text = (ReplicaSyncError, left) if place == "instead" else (ArithmeticError, "in replica 1 on device")
     with pytest.raises(error) as caught:
         parallel(doubles(6, 3, devices=devices))
     assert re.search(text, f"{caught.value} {caught.value.__notes__[0]}")
@@ -186,7 +180,12 @@ class Copying(TorchStyle):
         return Copying(copy.deepcopy(self.module, memo), 2)
 
 
-COPIES = {"itself": lambda parallel: parallel, "copy": copy.deepcopy, "pickle": lambda p: pickle.loads(pickle.dumps(p))}
+COPIES = {
+    "itself": lambda parallel: parallel,
+    "copy": copy.deepcopy,
+    "shallow copy": copy.copy,
+    "pickle": lambda parallel: pickle.loads(pickle.dumps(parallel)),
+}
 
 
 @pytest.mark.smoke
@@ -199,13 +198,11 @@ def test_patched_wrapper_and_its_copies_synchronize_whatever_the_class_defines(c
     assert_same_step(plain, parallel, doubles(6, 3))
 
 
-@pytest.mark.parametrize(
-    "make", [lambda net: DataParallelWithCallback(net, ["cpu"] * 2), lambda net: TorchStyle(net, 2)]
-)
+@pytest.mark.parametrize("make", [DataParallelWithCallback, lambda net, devices: TorchStyle(net, len(devices))])
 def test_object_is_patched_once_and_takes_options_that_are_given(make):
     event, x = threading.Event(), torch.arange(4.0).view(4, 1)
     net = Net(lambda net, x: (x[0, 0] or event.wait(0.3), net.bn(x))[1], bn=convert_model(nn.BatchNorm1d(1)))
-    parallel = patch_replication_callback(make(net), timeout=0.1)
+    parallel = patch_replication_callback(make(net, ["cpu"] * 2), timeout=0.1)
     cls = type(parallel)
     assert type(patch_replication_callback(parallel)) is cls
     with pytest.raises(TypeError, match="timeout must be a number of seconds"):
@@ -228,8 +225,6 @@ def test_timeouts_that_are_no_numbers_or_out_of_range_are_refused(timeout):
 
 
 NO_LIST = "expected a list with the replicas of one module, but got"
-
-
 NO_REPLICAS = {
     "empty": ([], ValueError, r"expected the replicas of a module, but got an empty list; pass what replicate\(\)"),
     "none": (None, TypeError, rf"{NO_LIST} NoneType; pass what replicate\(\)"),

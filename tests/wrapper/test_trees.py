@@ -66,10 +66,6 @@ class ModelOutput(OrderedDict):
         super().__setitem__(key, value)
         super().__setattr__(key, value)
 
-    def __reduce__(self):
-        function, _, *others = super().__reduce__()
-        return function, tuple(getattr(self, entry.name) for entry in fields(self)), *others
-
 
 @dataclass
 class Logits(ModelOutput):
@@ -83,12 +79,6 @@ class Encoding(UserDict):
     def __init__(self, data=None, encodings=None):
         super().__init__(data)
         self.encodings = encodings
-
-    def __getattr__(self, name):
-        try:
-            return self.data[name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 class Table(Mapping):
@@ -141,8 +131,7 @@ TREES = {
     "dataclass": lambda x: Batch(x, x > 0, "eval"),
     "frozen slots": lambda x: FrozenSlots(rows=x, scale="3"),
     "nested": lambda x: Batch(Batch(x, x + 1), [FrozenSlots(rows=x), (x,)], {"in dict": Batch(x)}),
-    "UserDict": lambda x: UserDict(x=x, more=[x, Batch(x)], text="a"),
-    "Encoding": lambda x: Encoding({"ids": x, "mask": x + 1}, encodings=["a"]),
+    "UserDict": lambda x: Encoding({"ids": x, "more": [x, Batch(x)], "text": "a"}, encodings=["a"]),
     "ModelOutput": lambda x: Logits(x, (x, x + 1)),
     "ModelOutput without its first": lambda x: Logits(hidden=(x,)),
     "defaultdict": lambda x: defaultdict(list, a=x, b=[x]),
@@ -183,18 +172,14 @@ def test_trees_of_every_kind_are_cut_and_put_together(devices, kind):
     assert_same_tree(returned(TREES[kind], x, devices), before, "output", 0.0)
 
 
-ITERABLES = {
-    "Cache": lambda x: Cache([(x, x + 1, None)]),
-    "Cache in a dataclass": lambda x: Logits(x, (Cache([[x], [x + 1]]),)),
-    "UserList": lambda x: UserList([x, [x]]),
-    "deque": lambda x: deque([x, x + 1]),
-}
-
-
-@pytest.mark.parametrize("kind", ITERABLES)
-def test_iterables_that_replicas_return_are_made_anew(devices, kind):
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: Logits(x, (Cache([[x], [x + 1]]),)), lambda x: UserList([x, [x]]), lambda x: deque([x, x + 1])],
+    ids=["Cache", "UserList", "deque"],
+)
+def test_iterables_that_replicas_return_are_made_anew(devices, make):
     x = doubles(5, 2, devices=devices)
-    assert_same_tree(returned(ITERABLES[kind], x, devices), ITERABLES[kind](x), "output", 0.0)
+    assert_same_tree(returned(make, x, devices), make(x), "output", 0.0)
 
 
 @on_devices
@@ -274,11 +259,6 @@ def test_containers_that_cannot_be_built_anew_are_refused_with_their_path(device
         returned(make, x, devices)
 
 
-class WithRows:
-    def __init__(self, x):
-        self.rows = [x]
-
-
 class Graph(deque):
     """Can be called, and has items, as those of PyTorch Geometric."""
 
@@ -299,8 +279,7 @@ class Lazy(Table):
 
 
 HIDDEN = {  # what holds tensors that are no leaves, its class, and its path
-    "object": (lambda x: (x, WithRows(x)), "WithRows", "[1]"),
-    "namespace": (lambda x: [x, SimpleNamespace(x=x)], "SimpleNamespace", "[1]"),
+    "object": (lambda x: (x, SimpleNamespace(rows=[x])), "SimpleNamespace", "[1]"),
     "attribute of a dict": (lambda x: {"a": with_attributes(Labelled(x=x), first=x * 1)}, "Labelled", "['a']"),
     "attribute of a dataclass": (lambda x: {"a": with_attributes(Batch(x), more=(x,))}, "Batch", "['a']"),
     "distribution": (lambda x: Batch(x, kind=torch.distributions.Normal(x, 1.0)), "Normal", ".kind"),
@@ -326,7 +305,7 @@ def test_tensors_in_what_can_be_called_and_has_items_are_refused():
 
 
 def test_objects_that_hold_tensors_are_handed_on_if_they_are_named_whole(devices):
-    x, other = doubles(4, 2, devices=devices), WithRows(doubles(3, devices=devices))
+    x, other = doubles(4, 2, devices=devices), SimpleNamespace(rows=[doubles(3, devices=devices)])
     net = Named(lambda net, x, other: (x * len(other.rows), net.seen.append(other))[0], seen=[])
     DataParallelWithCallback(net, devices, in_dims={"other": None})(x, other)
     assert net.seen == [other, other]
@@ -339,14 +318,7 @@ def test_settings_are_handed_on_as_they_are_and_not_read():
     assert settings["lazy"].reads == 3  # once in each replica
 
 
-VOCABULARIES = {
-    "object": lambda words: SimpleNamespace(words=words),
-    "dataclass": lambda words: Settings(words, parent=[words]),
-    "mapping": MappingProxyType,
-}
-
-
-@pytest.mark.parametrize("make", VOCABULARIES.values(), ids=list(VOCABULARIES))
+@pytest.mark.parametrize("make", [lambda words: SimpleNamespace(words=words), Settings, MappingProxyType])
 def test_a_vocabulary_beside_the_batch_takes_no_calls_for_its_words(make):
     parallel = DataParallelWithCallback(Net(lambda net, *args: args[0]), ["cpu"] * 4)
 
@@ -355,17 +327,15 @@ def test_a_vocabulary_beside_the_batch_takes_no_calls_for_its_words(make):
         return count_calls(lambda: parallel.scatter(arguments, {}, parallel.device_ids))
 
     calls(1)
-    assert calls(50_000) == calls(1)  # 900 ms in version 2.2
+    assert calls(50_000) == calls(1)
 
 
-@pytest.mark.parametrize("make", [lambda held: UserDict(held), lambda held: Batch(None, kind=held)])
+@pytest.mark.parametrize("make", [UserDict, lambda held: Batch(None, kind=held)])
 def test_tensors_are_found_behind_many_containers(make):
-    x = torch.arange(4.0)
-    held = {**{str(i): [i, [i]] for i in range(2000)}, "last": {"x": x}}
-    parts = scattered([make(dict(held)), x], ["cpu"] * 2)
-    for part, rows in zip(parts, x.chunk(2), strict=True):
-        held = part[0].kind if isinstance(part[0], Batch) else part[0]
-        assert torch.equal(held["last"]["x"], rows)
+    held = {**{str(i): [i, [i]] for i in range(2000)}, "last": {"x": torch.arange(4.0)}}
+    parallel = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)
+    chunks, _ = parallel.scatter((make(held),), {}, parallel.device_ids)
+    assert [getattr(part, "kind", part)["last"]["x"].tolist() for (part,) in chunks] == [[0, 1], [2, 3]]
 
 
 def test_tree_that_contains_itself_is_refused():
@@ -409,11 +379,6 @@ def test_scalars_have_no_other_dimension_to_be_gathered_along():
         DataParallelWithCallback(Net(lambda net, x: x.sum()), ["cpu"] * 2, dim=1)(X)
 
 
-def test_scalars_become_a_vector_without_a_warning_if_dimension_0_is_named(devices):
-    x, net = torch.arange(4.0, device=as_devices(devices)[0]), Net(lambda net, x: {"loss": x.sum()})
-    assert DataParallelWithCallback(net, devices, out_dims=0)(x)["loss"].tolist() == [1, 5]
-
-
 def test_outputs_of_another_dtype_are_gathered_under_autocast():
     rows = torch.arange(4, dtype=torch.float16)  # which autocast on the CPU does not concatenate
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -437,20 +402,14 @@ class Output:
     value: Any = None
 
 
-NOTHING = "a tensor, but replica 1 returned nothing there"
 ONE_MORE = "nothing there, but replica 1 returned a tensor"
 UNLIKE: dict[str, Any] = {  # what two replicas return, and how the error names it
     "none": (lambda x: x, lambda x: None, "output = a tensor, but replica 1 returned None"),
+    "fewer keys": (lambda x: {"a": x}, lambda x: {"b": x}, "output['a'] = a tensor, but replica 1 returned nothing"),
     "none inside": (lambda x: (x, [None, x]), lambda x: (x, x), "output[1][0] = None, but replica 1 returned nothing"),
-    "keys": (lambda x: {"a": x}, lambda x: {"b": x}, f"output['a'] = {NOTHING}"),
     "more keys": (lambda x: {"a": x}, lambda x: {"a": x, "b": x}, f"output['b'] = {ONE_MORE}"),
-    "empty": (lambda x: (x, []), lambda x: (x,), "output[1] = [], but replica 1 returned nothing there"),
     "value": (lambda x: Output(x, "a"), lambda x: Output(x, "b"), "output.value = 'a', but replica 1 returned 'b'"),
-    "below": (
-        lambda x: (x, UserDict(names=Output(x, ["a", "b"]))),
-        lambda x: (x, UserDict(names=Output(x, ["a", "c"]))),
-        "output[1]['names'].value[1] = 'b', but replica 1 returned 'c'",
-    ),
+    "below": (lambda x: [Output(x, ["a", "b"])], lambda x: [Output(x, ["a", "c"])], "output[0].value[1] = 'b', but"),
     "no tensors": (lambda x: Output(None, "a"), lambda x: Output(None, "b"), "output = Output(rows=None, value='a'),"),
     "objects": (lambda x: {"x": x, "net": Net(None)},) * 2 + ("output['net'] = Net(), but replica 1 returned Net()",),
     "layers": (lambda x: Cache([[x]]), lambda x: Cache([[x], [x]]), f"output[1][0] = {ONE_MORE}"),
@@ -489,11 +448,7 @@ def test_outputs_that_differ_in_other_sizes_than_rows_are_named(devices, kind):
         returning(*outputs, devices)
 
 
-@pytest.mark.parametrize(
-    "output",
-    ["text", {1.0}, True, object(), iter([]), Cache([[1]]), ["a"]],
-    ids=lambda value: type(value).__name__,
-)
+@pytest.mark.parametrize("output", ["text", True, iter([]), Cache([[1]]), ["a"]], ids=lambda it: type(it).__name__)
 def test_replicas_that_return_no_tensors_are_told(devices, output):
     name, path, dims = ("str", "[1][0]", "{0: None}") if output == ["a"] else (type(output).__name__, "[1]", "None")
     text = re.escape(f"got {name} in output{path}; return a tensor (")
@@ -504,7 +459,6 @@ def test_replicas_that_return_no_tensors_are_told(devices, output):
 SETTINGS = Output("a", [1]), Output("a", [True])
 NUMBERS: dict[str, Any] = {  # what replicas return, where its number is found, what it is, and how out_dims names it
     "count": (lambda x: {"x": x, "n": len(x)}, "['n']", "int", {"n": None}),
-    "mean": (lambda x: Output(x, 1.5), ".value", "float", {"value": None}),
     "nan": (lambda x: Output(x, math.nan), ".value", "float", {"value": None}),
     "tuple": (lambda x: (x, 1j), "[1]", "complex", {1: None}),
     "list": (lambda x: (x, [16]), "[1][0]", "int", {1: {0: None}}),
@@ -535,21 +489,6 @@ def test_number_that_is_the_whole_output_is_refused_with_a_remedy_that_works():
         DataParallelWithCallback(net, ["cpu"] * 2)(X)
     net.function = lambda net, x: (2.5,)
     assert DataParallelWithCallback(net, ["cpu"] * 2, out_dims=(None,))(X) == (2.5,)
-
-
-@pytest.mark.parametrize("values", [(1, 2), (math.nan, 1.0)])
-def test_numbers_that_are_named_whole_must_agree(values):
-    net = Net(lambda net, x: {"x": x, "n": values[0] if x[0, 0] == 0 else values[1]})
-    parallel = DataParallelWithCallback(net, ["cpu"] * 2, out_dims={"n": None})
-    assert repr(parallel(X)["n"]) == repr(values[0])
-    text = f"output['n'] = {values[0]}, but replica 1 returned {values[1]}; return a tensor in place of a number"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        parallel(X + torch.arange(4)[:, None])
-
-
-def test_numbers_in_a_list_with_an_entry_for_each_sample_are_joined():
-    net = Net(lambda net, x: [{"score": float(score)} for score in x[:, 0]])
-    assert DataParallelWithCallback(net, ["cpu"] * 2, out_dims=0)(X) == [{"score": 0.0}] * 4
 
 
 class Mode(Enum):  # whose class can be iterated
@@ -596,15 +535,15 @@ def test_outputs_that_are_alike_are_put_together_as_those_of_the_first(devices, 
 def test_arrays_that_replicas_return_must_be_equal():
     numpy = pytest.importorskip("numpy")
     shared, x = numpy.array([math.nan]), torch.arange(4.0).view(4, 1)  # not equal to itself
-    for make in (lambda: numpy.arange(2), lambda: numpy.ones((2, 2)), lambda: shared):
-        parallel = DataParallelWithCallback(Net(lambda net, x, make=make: {"value": make(), "x": x}), ["cpu"] * 2)
+    for make in (lambda: numpy.ones((2, 2)), lambda: shared):
+        net = Net(lambda net, x, make=make: {"value": make() if x[0] == x[0] else numpy.arange(3), "x": x})
+        parallel = DataParallelWithCallback(net, ["cpu"] * 2)
         assert repr(parallel(x)["value"]) == repr(make())
-        parallel.module.function = lambda net, x, make=make: {"value": make() if x[0] else numpy.arange(3), "x": x}
         with pytest.raises(ValueError, match="replica 0 returned"):
-            parallel(x)
+            parallel(torch.where(x > 1, math.nan, x))
 
 
-@pytest.mark.parametrize("name", ["float64", "float32", "int64", "array"])
+@pytest.mark.parametrize("name", ["float32", "int64", "array"])
 def test_numbers_of_numpy_are_refused_but_no_bools(name):
     numpy = pytest.importorskip("numpy")
     net = Net(lambda net, x: {"x": x, "n": getattr(numpy, name)(2)})

@@ -137,10 +137,7 @@ def test_replica_that_is_stuck_in_its_first_turn_loses_it_at_the_timeout():
     release, x = threading.Event(), torch.randn(6, 3)
     net = Numbered(lambda net, x: net.number > 0 or release.wait())
     parallel = DataParallelWithCallback(net, ["cpu"] * 3, timeout=0.2)
-    text = (
-        r"expected all replicas within 0\.2 seconds, but replica \d on device cpu waits for its turn while replica 0 "
-        "on device cpu is still running; pass a longer timeout= if it is only slow; replicas on one device run one at"
-    )
+    text = r"replica \d on device cpu waits for its turn while replica 0 on device cpu is still running; pass a longer"
     with pytest.raises(ReplicaSyncError, match=text) as caught:
         parallel(x)
     assert caught.value.__notes__[0].startswith("Stack of replica 0 on device cpu at the timeout:\n")
