@@ -72,7 +72,7 @@ def assert_matches_one_device(
         AssertionError: if results differ, or only replicas raise an error.
         TypeError, ValueError: for invalid arguments, several wrappers, a `loss` that is no scalar or has no gradient,
             fewer than two chunks, or, without `loss`, outputs of unknown classes.
-        RuntimeError: if the model cannot be copied, or the process belongs to a process group.
+        RuntimeError: if the model cannot be copied, or `torch.distributed` joins processes.
 
     Warns:
         UserWarning: if results agree, but all chunks are equal and each replica returns the mean of its chunk.
