@@ -84,7 +84,7 @@ class Check:
     """The model and the options of a check, and facts about the batch, such as the rows of each chunk.
 
     Raises:
-        RuntimeError: if the process belongs to a process group, or the model cannot be copied.
+        RuntimeError: if `torch.distributed` joins processes, or the model cannot be copied.
         ValueError: for another dtype, several wrappers, or fewer than two chunks.
     """
 

@@ -31,9 +31,9 @@ def assert_synchronized(
     """Raise an error unless all batch norms of `model` are converted, connected and in training mode.
 
     Call this function in training mode, before you freeze layers, see "Freezing layers" on the page "Usage". The model
-    does not run. A wrapper with one device is accepted. A plain norm outside every wrapper is accepted, too, because it
-    gets the whole batch. A converted norm outside every wrapper is an error, unless `ignore` names it, or several
-    processes exchange.
+    does not run. A wrapper with one device is accepted. A plain norm beside a wrapper is accepted, too, because it gets
+    the whole batch. A converted norm outside every wrapper is an error, unless `ignore` names it, or several processes
+    exchange.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))
