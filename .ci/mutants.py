@@ -43,7 +43,7 @@ OPPOSITES: dict[type[ast.AST], type[Any]] = {
 }
 SPECIAL = ("__", "if TYPE_", "if sys.version_info")  # which are not run, or not by this Python
 SYMMETRIC = ("isinstance", "issubclass", "max", "min", "torch.mul")  # or refuse other arguments
-SYMMETRIC += ("torch.equal", "torch.promote_types", "math.isclose", "suppress", "_agree", "_differ", "_is_stale")
+SYMMETRIC += ("torch.equal", "torch.promote_types", "math.isclose", "suppress", "agree", "_agree")
 NESTING = (ast.If, ast.For, ast.While, ast.ExceptHandler)
 DROPPED = (ast.AugAssign, ast.Raise, ast.Delete, ast.Continue, ast.Break, ast.For)
 NO_LOCK = '__import__("contextlib").nullcontext()'

@@ -123,6 +123,7 @@ def _two(prefix: str) -> str:
 
 LISTS = nn.Sequential(*_net()[:2], _in_a_list(), Net(len, held={"a": 2 * [SynchronizedBatchNorm1d(4)]}))
 FROZEN = _ours(Freezes(SynchronizedBatchNorm1d(4), SynchronizedBatchNorm1d(4))).train()
+BESIDE_FROZEN = nn.Sequential(Freezes(nn.Linear(4, 4)), SynchronizedBatchNorm1d(4).eval())
 WITHOUT_STATISTICS = SynchronizedBatchNorm1d(4, track_running_stats=False).eval()
 LEFT: list[tuple[nn.Module, int | None, str, str]] = [  # the model, how many replicas are asked for, layers, reason
     (_ours(nn.BatchNorm1d(4)), None, "module (BatchNorm1d)", NOT_SYNCHRONIZED),
@@ -139,6 +140,7 @@ LEFT: list[tuple[nn.Module, int | None, str, str]] = [  # the model, how many re
     (_ours(Freezes(nn.BatchNorm1d(4), SynchronizedBatchNorm1d(4))).train(), None, "module.0 (BatchNorm1d)", FREEZES),
     (_ours(nn.BatchNorm1d(4, track_running_stats=False)).eval(), None, "module (BatchNorm1d)", NOT_SYNCHRONIZED),
     (FROZEN, None, "module.0 (SynchronizedBatchNorm1d)", FREEZES),
+    (_ours(BESIDE_FROZEN), None, "module.1 (SynchronizedBatchNorm1d)", EVAL),
     (_net()[1], None, ALONE, NO_WRAPPER),
     (nn.ModuleDict({"net": _ours(_net()), "network": _net()}), None, _two("network"), OUTSIDE),
     (nn.Sequential(nn.DataParallel(nn.Linear(4, 4)), _net()), 2, _two("1"), OUTSIDE),

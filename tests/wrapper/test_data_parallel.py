@@ -186,7 +186,7 @@ def test_errors_say_how_tensors_were_cut_that_in_dims_does_not_name():
     net = Named(lambda net, image, **others: net.linear(image), linear=nn.Linear(2, 2))
     for in_dims, given in (({"image": 0}, [x] * 6), ({"image": 0, "more": None}, more)):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-            DataParallelWithCallback(net, ["cpu"] * 2, in_dims=in_dims)(x, more=given)
+            DataParallelWithCallback(net, ["cpu"] * 2, in_dims=in_dims)(x, more=given, scale=2)
         notes += caught.value.__notes__
     shown = ", ".join([f"more[{i}] of shape (5, 4) into 3 + 2" for i in range(4)])
     assert f"\nThe wrapper cut along dimension 0, as in_dims names no other: {shown}, and 2 more tensors.\n" in notes[0]
