@@ -139,9 +139,10 @@ class TwinRun(Twin):
         if check.path:
             self.module.set_submodule(check.path, self.parallel)
             self.parallel.register_forward_pre_hook(check.note_rows, with_kwargs=True)
-        else:  # The user's wrapper may contain other modules, such as a norm for the gathered output: copy them, too.
+        else:  # The user's wrapper may have a norm for the gathered output. Copy it, so that its buffers do not change.
             others = {name: child for name, child in self.parallel.named_children() if name != "module"}
-            self.parallel._modules.update(copied(others, check.dtype))
+            stateful = {name: child for name, child in others.items() if any(True for _ in child.buffers())}
+            self.parallel._modules.update(copied(stateful, check.dtype))
         self.move_constants(is_moved)
         self.move(-1, noise)
         for before in range(index):

@@ -224,7 +224,7 @@ class Investigation:
         return first, self._cause_by_line(("", None, ""), call, first, suspects[first])
 
     def _cause_by_line(self, line: Line, call: ModuleCall, number: int, suspect: ModuleCall) -> str:
-        """Return a text with the faulty source line, or with the most probable cause if no line is certain."""
+        """Return a text with the faulty source line; if no line is certain, with the changes that were observed."""
         text, operation, why = line
         module = self._many.module.get_submodule(call.key[0])
         called = {operation.place.name} if operation else suspect.called

@@ -82,6 +82,7 @@ def test_what_a_wrapper_has_beside_its_module_stays_as_it_is():
     own = wrapper_with(nn.Linear(6, 4), forward=forward, factor=2)
     own.norm, own.factor = nn.BatchNorm1d(4), torch.ones(4)
     assert_matches_one_device(nn.Sequential(own, nn.BatchNorm1d(4)), BATCH)
+    own.uncopied = Uncopied(3, 3)  # without buffers
     assert_matches_one_device(own.double(), BATCH)
     assert own.norm.num_batches_tracked == 0
 
