@@ -17,8 +17,8 @@ from .torch_private import uncompiled
 
 __all__: list[str] = []
 
-# A weak reference to the run of a replica (`ReplicaRun`) in the current context, set by `wrapper/run.py`. The reference
-# is weak because a thread started by the replica may keep this context for longer than the forward pass.
+# A weak reference to the `ReplicaRun` of the replica in whose context this code runs; `wrapper/run.py` sets it. It is
+# weak because a thread that the replica has started may keep this context after the forward pass.
 context_run: ContextVar[Callable[[], Any]] = ContextVar("sync_batchnorm_run", default=lambda: None)
 
 

@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 class DynamicSubclass(nn.Module):
-    """The base of all classes derived at run time.
+    """The base of all classes that this library derives at run time, such as the class of a patched object.
 
     The pickle of an object of such a class names the user's class and the function `derive_again`. It does not name the
     derived class, because Python could not import this class.
@@ -36,9 +36,9 @@ class DynamicSubclass(nn.Module):
 def derive_again(original: Any, base: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Rebuild a pickled module whose class was derived at run time, and return the module.
 
-    The pickle stores `function` and its arguments. First, `function` is called, and returns a module. If this module is
-    an instance of `original`, the user's class, it becomes an instance of `derived_class(original, base)`. Pickles
-    refer to `derive_again` by name, so do not rename it.
+    The pickle stores `function` and its arguments, which rebuild the module in the user's class, `original`. Then the
+    class of the module is replaced by `derived_class(original, base)`. Pickles refer to `derive_again` by name, so do
+    not rename it.
     """
     module = function(*args)
     if type(module) is original:

@@ -70,7 +70,7 @@ def check_module(module: object) -> None:
 def in_transform_error(called: str) -> RuntimeError:
     """Return the error for a call inside a transform of `torch.func`, such as `vmap`.
 
-    The threads of replicas would not apply the transform, and would return wrong results.
+    Replicas run in other threads, where the transform is not active. Their results would be wrong.
     """
     return RuntimeError(
         f"expected replicas outside the transforms of torch.func, but got a call of {called} inside one, such as "

@@ -146,7 +146,7 @@ def active_group(process_group: Group | None) -> Group | None:
 
 
 def _number_or_proposal(peers: Peers) -> float:
-    """Return the number of the layer in its process group.
+    """Return the number that identifies the layer in its process group.
 
     If the layer has no number yet, propose the next unused number: return this number with a minus sign.
     """
@@ -155,14 +155,14 @@ def _number_or_proposal(peers: Peers) -> float:
 
 
 def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
-    """Check that all processes sent the same number for the layer, and give the layer this number.
+    """Check that all processes called the same layer, by the layer's number. Store the number if the layer is new.
 
     If processes sent different numbers, they called different layers, and each process raises an error. The error names
     the layer of this process only: in another process, the same number may belong to another layer.
 
-    A layer without a number adopts the number from the other processes, because one process may continue with a new
-    copy of its model. If the layer is new in all processes, the processes adopt the largest number that any process
-    proposed. This number is unused in every process.
+    A layer without a number takes the number of the other processes: one process may continue with a new copy of its
+    model. If no process has a number for the layer, all take the largest number that was proposed, which no process
+    uses yet.
 
     One mistake is not detected: a process that calls two layers in the wrong order, from its first forward pass on.
     """

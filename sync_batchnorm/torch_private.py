@@ -46,9 +46,8 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # Switches the recording of gradients on or off in this thread. Without this function, every exchange would use
 # `torch.no_grad`, which takes ten times as long.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-# Return the numbers of `__torch_function__` modes and of dispatch modes that are on in this thread. Without these two
-# functions, modes that a replica's `forward` left on would stay on in the thread, and the next replica in this thread
-# would run with them.
+# These two functions return how many `__torch_function__` modes and dispatch modes are active in this thread. Without
+# them, a mode that a replica's `forward` left active would also act on the next replica in this thread.
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Returns whether the running backward pass retains the graph. Without this function, a backward pass would have to keep
@@ -63,20 +62,19 @@ will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 # Returns the compiler that is active in this thread, or None. Without this function, every call of a layer would go
 # through `torch.compiler.disable`, which takes time.
 active_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-# Copies a list of tensors by one operator. Without this function, a copy to several devices would take one operator for
-# each device.
+# Copies a list of tensors to several devices in one call. Without this function, each device would need a call.
 foreach_copy: Callable[..., None] = torch._foreach_copy_
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Any:
-    """Return an `apply` for an autograd function that skips the check for transforms of torch.func."""
+    """Return the `apply` method of an autograd function, without torch's check for transforms of torch.func."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has gradient hooks.
 
-    Autograd calls gradient hooks with None if the tensor gets no gradient.
+    Such hooks matter because autograd calls them even if no gradient arrives, with None.
     """
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
@@ -116,7 +114,7 @@ REASON = (  # The compiler shows this text with `fullgraph=True`.
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that `torch.compile` never compiles it.
 
-    `torch.compiler.disable` has the same effect, but takes more time in each call of the function.
+    Used alone, `torch.compiler.disable` would have the same effect, but would make each call of the function slower.
     """
     disabled: Callable[P, R] | None = None
 

@@ -111,7 +111,8 @@ class RunningStatistics(NamedTuple):
         channel. The running variance moves towards the unbiased variance.
         """
         if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)  # The addition changes the version counter of the buffer, as in torch.
+            # An addition in place increases the version counter of the buffer, as torch's batch norm does.
+            self.num_batches_tracked.add_(1)
         if self.mean is None or (isinstance(count, int) and count == 0):
             return
         # Write into the buffers through `data`, so that their version counters stay as they are, as in torch's own
@@ -165,8 +166,8 @@ class BatchStatistics(NamedTuple):
     def complete(self, total: Tensor) -> Tensor:
         """Add up two vectors over all processes, and set the second vector to zero in channels with a clamped variance.
 
-        Where `eps` replaces the variance of a channel, the variance does not affect the output. The second vector
-        stands for the gradient through the variance, so it must be zero in such a channel.
+        The second vector holds the gradient that flows through the variance. In a channel in which `eps` replaced the
+        variance, the output does not depend on the variance, so this gradient is zero.
         """
         total = total if self.reduce is None else self.reduce(total)
         if self.clamped is not None:
@@ -324,9 +325,9 @@ class Backend:
 def _input_gradient(replica: BackwardInput, normalized: Tensor, invstd: Tensor, means: Tensor) -> Tensor:
     """Return the gradient of one replica's input, ``invstd * (dy - mean_dy - normalized * mean_dy_normalized)``.
 
-    In this formula, dy is the gradient of the replica's output, multiplied by the replica's weight, and `normalized` is
-    the replica's normalized input. `means`, ``(2 * C,)``, contains the two means of the formula, which are means over
-    the inputs of all replicas.
+    dy is the gradient of the replica's output, multiplied by the replica's weight. `normalized` is the replica's
+    normalized input. `means`, ``(2 * C,)``, holds mean_dy and mean_dy_normalized: two means over the inputs of all
+    replicas.
     """
     mean_dy, mean_dy_normalized = means.to(replica.input.device, non_blocking=True).chunk(2)
     # In an expression of torch, the first operand determines the memory format of the result. So the first operand must
@@ -352,9 +353,10 @@ def _statistics_in_graph(replicas: Sequence[BackwardInput], batch: BatchStatisti
         pair = deviations.sum(reduced_dims(x)), deviations.square().sum(reduced_dims(x))
         sums.append(move_pair(pair, batch.master_device))
     moments = batch.totals(sums, Workspace()) / batch.divisor
-    # The moments are means of ``x - mean`` and of its square, with the mean of the forward pass, which is a constant
-    # for autograd. So all derivatives of the mean and the variance are exact, including higher derivatives. The values
-    # of `first` and `second` are zero, but autograd knows them as functions of the inputs.
+    # `moments` holds the means of ``x - mean`` and of ``(x - mean) ** 2`` over the whole batch, where `mean` comes from
+    # the forward pass and is a constant for autograd. Subtract their values, but keep their derivatives: `first` and
+    # `second` are zeros that autograd can differentiate by the inputs. So the mean and the variance below keep their
+    # values, and have exact derivatives of any order.
     first, second = (moments - moments.detach()).chunk(2)
     mean, invstd = batch.mean_invstd[batch.master_device]
     var_change = second - first.square()

@@ -8,11 +8,11 @@ deviations. So each replica checks whether its fast statistics are precise enoug
                           |                                |
                           +--------- yes ------------------+--> send (mean, variance)
 
-The exact statistics are computed after the fast mean was subtracted from the input. They are accurate to 1e-6 for any
-mean and variance, but need two more passes over the input.
+The exact statistics need two more passes over the input: subtract the fast mean, and compute the statistics of the
+difference. They are accurate to 1e-6 for any mean and variance.
 
-If the fast statistics of every replica are precise, the merged statistics are precise, too. The reason: the square of
-the merged mean is at most the mean of the squared means, and the merged variance is at least the mean of the variances.
+Merging does not break this rule: if it holds for every replica, it holds for the whole batch. The merged variance is at
+least the mean of the replicas' variances, and the square of the merged mean is at most the mean of their squared means.
 """
 
 import functools
@@ -141,7 +141,7 @@ def _sums(replicas: Sequence[BackwardInput], batch: BatchStatistics, dtype: torc
 
 
 def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: torch.dtype) -> AffineArguments:
-    """Return the terms of the input gradient that are the same function of the input x in all replicas.
+    """Return the part of the input gradient that all replicas share: a linear function of the input x.
 
     The function is ``-factor / N * (sum dy + (x - mean) * invstd * sum dy_normalized)``, with sums over all replicas.
     If the parameters of replicas differ, the caller multiplies dy by the weights before it adds up dy, and passes the
@@ -218,8 +218,8 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
 def _number_of_pieces(rows: int, channels: int) -> int:
     """Return the number of equal pieces into which to cut the rows of an input. Each row has `channels` elements.
 
-    All pieces get the same number of rows. If one row of each piece is put side by side, the joined row has at most
-    `WIDTH` elements. The result is the largest number of pieces with these two properties.
+    The result is the largest number of pieces for which all pieces have the same number of rows, and
+    ``pieces * channels`` is at most `WIDTH`.
     """
     return next((pieces for pieces in range(min(rows, WIDTH // channels), 1, -1) if rows % pieces == 0), 1)
 
@@ -235,8 +235,7 @@ def is_precise(mean: Tensor, var: Tensor, eps: float) -> bool:
 def exact_moments(input: Tensor, fast_mean: Tensor, memory: Tensor | None) -> Moments:
     """Compute the mean and variance of `input` precisely: first subtract `fast_mean`, its approximate mean.
 
-    `memory` is the memory for the output of the layer, or None. The result of the subtraction may be written into this
-    memory.
+    `memory` is the memory for the layer's output, or None. The function may write ``input - fast_mean`` into it.
     """
     # Do not subtract a mean that is infinite or NaN: the subtraction would turn finite values into infinite values or
     # NaN.

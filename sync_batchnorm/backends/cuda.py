@@ -148,8 +148,8 @@ def _sums(replica: BackwardInput, grad_output: Tensor, batch: BatchStatistics) -
 def _input_gradient(replica: BackwardInput, totals: Pair, count: int, batch: BatchStatistics) -> Tensor | None:
     """Return the gradient of one replica's input, or None if the backward pass does not need it.
 
-    `totals` contains the two sums that `_sums` returns, added up over all replicas. Divided by `count`, the totals are
-    means over the whole batch.
+    `totals` holds the two sums of `_sums`, added up over all replicas. Divided by `count`, they are means over the
+    whole batch.
     """
     input, grad_output, weight = replica.input, replica.grad_output, replica.weight
     if not replica.wants_input:

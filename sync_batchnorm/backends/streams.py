@@ -41,7 +41,7 @@ def uses_default_streams(device: torch.device, other: torch.device | None) -> bo
 def on_default_streams(
     devices: Iterable[torch.device], inputs: Iterable[Tensor | None], function: Callable[..., T], *args: Any
 ) -> T:
-    """Run `function(*args)` on the default streams of distinct `devices`, and return the result.
+    """Run `function(*args)` on the default streams of `devices`, which contains each device once. Return the result.
 
     The kernels of the function run in order with other kernels on this thread's current streams: after all earlier
     kernels, and before all later ones. `inputs` are the tensors that the function reads.

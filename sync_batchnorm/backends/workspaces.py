@@ -16,9 +16,9 @@ once no references to its lease are left. Every owner of vectors in a workspace 
     `BatchStatistics`, in the graph     ---+
     and in checkpoints                  ---+
 
-The pool holds a weak reference to each lease, with `list.append` as its callback. When a lease is deleted, the callback
-adds the weak reference to a list, and the next exchange looks for free workspaces in this list. A finalizer written in
-Python is no alternative: an exception from Ctrl-C or an alarm in a finalizer would be lost.
+How does the pool learn that a lease is gone? It keeps a weak reference to each lease, with the `append` method of a
+list as callback. When a lease is deleted, Python adds the weak reference to this list. The next exchange takes a
+workspace from the list. A finalizer in Python code would lose an exception that Ctrl-C or an alarm raises inside it.
 
 A mistake in this file makes wrong numbers, without an error: see `tests/backends/test_workspaces.py`.
 """
@@ -45,7 +45,7 @@ class WorkspacePool:
     """
 
     def __init__(self) -> None:
-        self.workspaces: dict[ref[Lease], Workspace] = {}  # maps the latest lease on each workspace to the workspace
+        self.workspaces: dict[ref[Lease], Workspace] = {}  # each workspace of the pool, by its latest lease
         self._ended: list[ref[Lease]] = []
 
     def take(self, lease: "Lease") -> "Workspace":
@@ -97,8 +97,8 @@ class Workspace:
     def broadcast(self, flat: Tensor, devices: Sequence[torch.device]) -> Mapping[torch.device, Pair]:
         """Copy a pair of vectors to several devices, and return the pair on each device.
 
-        The tensor `flat` lies on the first device, and contains both vectors. The first call keeps `flat` as
-        `self.flat`. Later calls must pass the same tensor, filled with new vectors.
+        `flat` is a tensor on the first device that holds both vectors of the pair, one after the other. The first call
+        stores this tensor in `self.flat`. Later calls must pass the stored tensor, with new values in it.
         """
         if self.flat is None:
             self._copies = [flat.to(device, non_blocking=True) for device in devices[1:]]
@@ -123,8 +123,8 @@ class Lease:
 
     def __init__(self, pools: ref[WorkspacePools] | None, devices: tuple[torch.device, ...], vector: Tensor) -> None:
         self.pools, pool = pools, None
-        # Reuse memory only on several GPUs. On a single device, some kernels of a call do not run on the default
-        # stream.
+        # Reuse memory only on several GPUs. There, all kernels of a call run on the default streams, in launch order.
+        # On a single device, some kernels run on another stream, and may still read the memory.
         by_kind = None if pools is None or len(devices) == 1 or devices[0].type != "cuda" else pools()
         try:
             if by_kind is not None and vector.data_ptr():
@@ -140,7 +140,7 @@ class Lease:
 
 
 class LeasedPair(tuple[Tensor, ...]):
-    """A pair of tensors in a workspace (reusable memory), with the lease of the workspace.
+    """A pair of tensors in a workspace (reusable memory). The pair holds the lease, so the workspace stays in use.
 
     The pair refers to the lease of the workspace. So no exchange can reuse the memory while the pair is alive.
     """

@@ -54,7 +54,7 @@ class CompareMode(CheckMode):
     def __init__(self, one: RecordMode, number: int, rows: Sequence[Rows], model: nn.Module) -> None:
         super().__init__(one.dtype)
         self._one, self._number, self._rows, self._model = one, number, rows, model
-        # The first module call in this replica with other inputs than the same module call on one device
+        # The first module call in this replica whose inputs differ from those on one device
         self.gets_other: ModuleCall | None = None
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:
@@ -97,7 +97,7 @@ def contains_synchronized(module: nn.Module) -> bool:
 def suspects_in(call: ModuleCall, model: nn.Module) -> dict[int, ModuleCall]:
     """Find the replicas in which a module call gets right inputs, but returns a wrong output.
 
-    The result is a dict from the number of each replica with a wrong output to the module call in this replica.
+    The result maps the number of each replica with a wrong output to the module call in this replica.
 
     A synchronized layer uses the inputs of all replicas. A wrong input in one replica therefore makes the outputs of a
     correct layer wrong in all replicas. So if any input of such a layer is wrong, the function returns an empty dict.

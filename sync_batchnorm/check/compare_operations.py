@@ -61,8 +61,9 @@ class Place(NamedTuple):
     """The place of an operation in the user's source code."""
 
     code: CodeType  # code object of the user's function
-    # First line, last line, first column and last column of the call in the source code. The offset of the bytecode
-    # instruction cannot identify the call: since Python 3.12, a call behind `a if b else c` may have two instructions.
+    # The first line, last line, first column and last column of the call in the source code. The offset of the bytecode
+    # instruction would not identify the call: since Python 3.12, the code for one call may appear twice in the
+    # bytecode, once for each branch of ``a if b else c``.
     position: tuple[int | None, ...]
     name: str  # name of the called torch function or submodule
 
@@ -88,7 +89,7 @@ def _place(frame: FrameType, name: str) -> Place:
 
 @dataclass(eq=False)
 class Operation:
-    """One run of an operation, on one device or in a replica."""
+    """One call of a torch function or of a submodule, on one device or in a replica."""
 
     place: Place
     number: int  # number of earlier runs of the same place in the source code, in the same pass
@@ -101,14 +102,14 @@ class Operation:
     called: Any = None  # the call as (torch function, args, kwargs); None for a call of a submodule
     on_one: "Operation | None" = None  # the same operation on one device, or None if one device has not run it
     rows: Rows = WHOLE  # which rows of the batch are in the replica's chunk
-    # A pair (in the replica, on one device) for each input that differs. For a number or string, the pair holds the two
-    # values. For a tensor, the pair holds the two operations that made the tensor. None takes the place of such an
-    # operation if the tensor comes from outside the observed code.
+    # The inputs that differ from one device, each as a pair (in the replica, on one device). If the input is a number
+    # or string, the pair holds its two values. If the input is a tensor, the pair holds the two operations that
+    # computed it; None stands for an operation outside the observed code.
     different_inputs: list[tuple[Any, Any]] = field(default_factory=list)
-    # If an input is a matrix of pairs of samples, such as a similarity matrix: the operation that made this matrix;
-    # otherwise None
+    # If an input is a similarity matrix, with an entry for each pair of samples, this is the operation that computed
+    # it.
     pairs: "Operation | None" = None
-    has_pairs: bool = False  # whether the result is such a matrix, with samples in two dimensions
+    has_pairs: bool = False  # whether the result is a similarity matrix, with samples in two dimensions
     differs: bool = False  # whether the result differs from the result on one device
     fits: bool = True  # whether the shape of the result allows a comparison with one device
 
@@ -125,11 +126,11 @@ class Operation:
         return self.differs and self.fits and bool(self.origins() or not self.synchronizes)
 
     def gets_the_same(self) -> bool:
-        """Return whether all inputs that were made by other operations agree with one device."""
+        """Return whether every input that another operation computed has the same value as on one device."""
         return self.on_one is not None and not self.origins()
 
     def gets_the_same_floats(self) -> bool:
-        """Return whether inputs from other operations agree with one device, and no result is integer or boolean."""
+        """Return whether `gets_the_same` is true, and the result has no integer or boolean tensors."""
         results = tensors_of(self.on_one and self.on_one.result)
         return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
@@ -141,8 +142,8 @@ class Operation:
         pairs = self.origins()
         origins = {here if here and here.on_one is there and here.differs else None for here, there in pairs}
         roots = {root for origin in origins for root in (origin.roots() if origin else {None})} or {self}
-        # If one operation made all inputs that differ, and the differences in its own inputs begin in several places,
-        # return this operation itself.
+        # If all wrong inputs come from one operation, but the errors in the inputs of that operation begin in several
+        # places, return that operation.
         return roots if len(roots) == 1 or len(origins) > 1 else origins
 
     def has_size_of_values(self) -> bool:
@@ -293,12 +294,12 @@ class CorrectOperations(_OperationMode):
         super().__init__(one.dtype, one.key)
         self.one, self._rows, self._accepts = one, rows, accepts
         self._alive: list[Tensor] = []  # keeps results alive, because Python may reuse the id of a freed tensor
-        # For each place in the source code: the first run of this place that may be faulty
+        # The first call at each place in the source code that may be faulty
         self.candidates = dict[Place, Operation]()
         self.is_right = False  # whether the output of the observed call agrees with one device
         self.output: Any = None  # output of the observed call
-        # An operation that does not exist in the model: its input is the output of the observed module call. The search
-        # for a line that ran only on one device, or only in the replica, starts here.
+        # A stand-in for an operation after the observed module call, with the output of this call as its input. The
+        # search for a line that ran only on one device, or only in the replica, starts here and goes backwards.
         self.of_output: Operation | None = None
 
     def end(self, call: ModuleCall, output: Any) -> Any:

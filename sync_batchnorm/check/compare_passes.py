@@ -26,15 +26,14 @@ from .twin import CheckMode, Twin, copied, go_backward, pads_samples, rows_of_ch
 __all__: list[str] = []
 
 IN_FORWARD = ("output", "value", "loss")  # kinds of results that need no backward pass
-# Backward passes take most of the time, so only this number of passes, the first ones, include a backward pass. One
-# backward pass is not enough: if a replica loses state in the first pass, perhaps only the gradients of the second pass
-# are wrong.
+# The number of passes with a backward pass; these passes come first. More would take too long. One would not be enough:
+# if a replica loses state in the first pass, the gradients may be right in the first pass, and wrong in the second.
 _TRAINING = 2
 # To measure rounding errors, parameters are perturbed by about this fraction of their values.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
-# A difference counts as a rounding error if it is at most 100 times the measured rounding error. The factor is needed
-# because rounding errors vary from run to run. The factor hides no real errors: a perturbation of 1e-12 changes most
-# results by about 1e-12, and 100 times this is still far below the tolerance.
+# A difference of up to 100 times the measured rounding error counts as rounding, because rounding errors vary from run
+# to run. This hides no real error: the rounding error of most results is measured as about 1e-12, and 100 times as much
+# is still far below the tolerance of the check.
 _MARGIN = 100
 
 Loss = Callable[[Any], Tensor]
@@ -57,7 +56,7 @@ Pair = tuple[Observed, Observed]  # (results on one device, results in replicas)
 
 
 class FailsInReplicas(Exception):
-    """The error if a pass fails in replicas, although the same pass ran on one device without an error."""
+    """Raised if a pass fails in replicas, although the same pass ran on one device without an error."""
 
 
 def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
@@ -109,7 +108,7 @@ class Check:
             self.note_rows(wrapper_like(wrapper, self.model, self.replicas), *copied(arguments, dtype))
 
     def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
-        """Set the attributes `rows` and `pads` of this check from the arguments that a wrapper gets.
+        """Set `rows` and `pads` of this check from the arguments of a wrapper.
 
         If the wrapper is a submodule of the model, its arguments are known only in a forward pass. In this case, a hook
         of the wrapper calls this method.
@@ -139,7 +138,9 @@ class TwinRun(Twin):
         if check.path:
             self.module.set_submodule(check.path, self.parallel)
             self.parallel.register_forward_pre_hook(check.note_rows, with_kwargs=True)
-        else:  # The user's wrapper may have a norm for the gathered output. Copy it, so that its buffers do not change.
+        # The user's wrapper may contain a batch norm beside `module`, for the gathered output. Copy such modules, so
+        # that the check does not change the user's buffers.
+        else:
             others = {name: child for name, child in self.parallel.named_children() if name != "module"}
             stateful = {name: child for name, child in others.items() if any(True for _ in child.buffers())}
             self.parallel._modules.update(copied(stateful, check.dtype))
@@ -194,7 +195,7 @@ class TwinRun(Twin):
         return seen | {"output": dict(enumerate(map(Tensor.detach, outputs))), "loss": losses, "gradient": grads}
 
     def _after_forward(self, output: Any, memory: Mapping[str, Tensor]) -> Observed:
-        """Return the results of a forward pass, except the tensors in the output.
+        """Return the state of the model after a forward pass, and all results in the output except tensors.
 
         Args:
             output: output of the model.
@@ -257,8 +258,8 @@ def _numbers_in(output: Any) -> dict[str, Tensor]:
 def _unseen_in(output: Any) -> dict[str, str]:
     """Return those objects in an output of the model that may hold tensors which the check cannot find.
 
-    The result is a dict from the path of an object in the output to the name of its class. If the output holds nothing
-    to compare (no tensor, number or string), the result contains all objects of the output.
+    The result maps the path of each such object to the name of its class. If the output holds no tensor, number or
+    string, nothing in it can be compared. In this case, the result holds all objects of the output.
     """
     tree = Tree(output, path=("output",), is_output=True)
     compared = [leaf.path for leaf in tree.leaves if isinstance(leaf.value, (Tensor, *SCALARS))]
@@ -289,7 +290,7 @@ class Difference(NamedTuple):
     """One difference between the results of a pass on one device and in replicas."""
 
     kind: str  # kind of the result, such as "output" or "gradient" (see `Observed`)
-    name: Any  # name of the result; None for a random loss, or if outputs differ in their number or shapes
+    name: Any  # name of the result; None if it has no name: a random loss, or a different number or shapes of outputs
     text: str  # the difference in words
 
 
@@ -387,7 +388,7 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
 def scalars(one: Observed, many: Observed) -> Iterator[tuple[Tensor, Tensor, str]]:
     """For each scalar output of the replicated module, yield (values in replicas, value on one device, name).
 
-    A scalar that has the same value in all replicas and on one device, such as a learned temperature, is left out.
+    A scalar is left out if all replicas and one device return the same value, as for a learned temperature.
     """
     parts, on_one = many["returned"].values(), one["returned"].get(0, {})
     for path, tensor in on_one.items() if parts else ():
@@ -419,9 +420,9 @@ def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
 
 
 def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey, float]:
-    """Run the pass with perturbed parameters; return the change of each result, multiplied by a safety margin.
+    """Run the pass with slightly changed parameters, and return the change of each result, times a safety margin.
 
-    If a result changes by different amounts in replicas and on one device, the larger amount is returned.
+    A result has two changes, one in replicas and one on one device. The larger of the two counts.
 
     Args:
         check: the model and options of the check.
@@ -440,7 +441,7 @@ def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey
 def _is_state(check: Check, index: int, pair: Pair, name: str) -> bool:
     """Return whether a buffer carries state, so that its value before a pass affects its value after the pass."""
     side = TwinRun(check, True, index)
-    with suppress(Exception):  # `forward` may refuse the changed value of the buffer.
+    with suppress(Exception):  # `forward` may raise an error for the changed value.
         buffer = dict(side.module.named_buffers())[name]
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
         return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))

@@ -110,7 +110,7 @@ def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
 
 
 def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, shape: tuple[int, int]) -> Tensor:
-    """From a tensor of the whole batch, return the rows of a replica's chunk, for one layout of the samples.
+    """Select the samples of a replica's chunk from `whole`, a tensor of the whole batch.
 
     `shape` is the layout of the N samples along a dimension. With (N, -1), the entries of a sample are adjacent, as in
     a a b b for two samples. With (-1, N), the entries of a sample are N places apart, as in a b a b.
@@ -199,8 +199,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def is_unsplit(argument: Any, on_one: Any, total: int) -> bool:
     """Return whether the wrapper failed to split an argument that has an entry for each sample.
 
-    The argument may be a list or a tensor, or a container that holds such a list or tensor at any depth. A list of
-    tensors does not count, because the wrapper splits the rows of each tensor in the list.
+    The argument may be a tensor or a list with an entry for each sample, or a container of such tensors and lists. A
+    list of tensors is not meant: the wrapper splits the rows of each tensor in it.
 
     Args:
         argument: an argument of the replica.
@@ -219,7 +219,7 @@ def is_unsplit(argument: Any, on_one: Any, total: int) -> bool:
 def gap_text(output: Any, on_one: Any, rows: Rows) -> tuple[str, str]:
     """Compare a replica's output with one device; return (name of the tensor with the largest gap, gap in words).
 
-    Return ("", "") if all tensors of the output agree with one device.
+    If all tensors of the output agree with one device, both strings are empty.
     """
     names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
     largest_gap, description = 0.0, ("", "")

@@ -82,12 +82,13 @@ class Investigation:
         """Return the text of the error: the difference, the place where it begins, and its cause."""
         kind, name = self._difference[:2]
         what, *evidence = self._evidence() or [self._difference.text]
-        # A hook that refers to the user's model may have changed the shapes of outputs, so do not quote the shapes.
+        # If a hook refers to the user's model, the shapes of outputs may differ because of this hook. So the message
+        # does not quote the shapes.
         if self._hooks and name is None:
             what = "outputs differ"
-        # If the loss is the first result that differs, all outputs agree, so no module is at fault. There are two
-        # exceptions: a replica may have returned a wrong scalar, and the check cannot compare outputs of unknown
-        # classes.
+        # If the loss is the first result that differs, all outputs agree, and no module is at fault. So search for a
+        # faulty module only if the check cannot be sure that all outputs agree: if a replica returned a wrong scalar,
+        # or if outputs have classes that the check cannot compare.
         is_inside = evidence or kind != "loss" or self._of_one["unseen"]
         where, cause = self._where(self._state()) if is_inside else ("", "")
         if where:
@@ -159,7 +160,8 @@ class Investigation:
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
         """Run the pass in replicas again, with these modes, and return whether the wrong result changes."""
         kind, name = self._difference[:2]
-        with suppress(FailsInReplicas):  # Code after the replaced output may refuse its shape.
+        # The replaced output may have a new shape, for which later code raises an error.
+        with suppress(FailsInReplicas):
             seen = TwinRun(self._check, False, self._index).take(self._index, kind, modes)[kind]
             return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
         return False
@@ -167,8 +169,8 @@ class Investigation:
     def _evidence(self) -> list[str]:
         """Return notes about scalars that replicas return, such as a loss.
 
-        The user has never seen the values that differ, because the check has perturbed the parameters. If the
-        unperturbed model also returns different values, the notes quote the values of the unperturbed model instead.
+        The check perturbs the parameters, so the user has never seen the values that differ. If values also differ
+        without the perturbation, the notes quote these values instead.
         """
         kind, name = self._difference[:2]
         is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
@@ -228,7 +230,8 @@ class Investigation:
         text, operation, why = line
         module = self._many.module.get_submodule(call.key[0])
         called = {operation.place.name} if operation else suspect.called
-        if "grad" in called:  # Do not name the line of `grad`: the differentiated value may be at fault.
+        # A wrong result of `grad` may come from the value that it differentiates. So do not name the line of `grad`.
+        if "grad" in called:
             return _GRADIENT
         names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
         changed = names and f"{names} changed in this pass"
@@ -289,7 +292,7 @@ class Investigation:
 
 
 def _text_of_calls(run: TwinRun, on_one: Mapping[str, int], remedy: str, path: str = "") -> str:
-    """Return a note about a synchronized layer that some replica calls more often, or less often, than one device.
+    """Return a note about a synchronized layer that a replica calls more or fewer times than one device.
 
     Args:
         run: the run in replicas.
@@ -404,7 +407,7 @@ def _plain(value: Any, depth: int = 4) -> Any:  # The depth is arbitrary.
 def _name_of_call(call: ModuleCall, model: nn.Module) -> str:
     """Return the name and class of a called module, for messages.
 
-    If a base class has the same name, the Python module of the class stands before the name of the class.
+    If a base class has the same name, the name of the class is preceded by that of its Python module.
     """
     (name, number), cls = call.key, type(model.get_submodule(call.key[0]))
     has_namesake = cls.__name__ in [base.__name__ for base in cls.__mro__[1:]]

@@ -61,7 +61,7 @@ def line_of_call(check: Check, index: int, key: tuple[str, int], number: int) ->
 
     def take(accepts: Accepts) -> CorrectOperations | None:
         modes = [CorrectOperations(one, [rows], accepts) for rows in check.rows]
-        # If a replaced result has another shape than before, a later operation may raise an error.
+        # A patch may change the shape of a result, and a later operation may then raise an error.
         with suppress(FailsInReplicas):
             TwinRun(check, False, index).take(index, "output", modes)
             return modes[number]
@@ -116,9 +116,9 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
     candidates = [*filter(Operation.gets_the_same_floats, together.candidates.values() if together else ())]
     for operation in candidates[:_MOST]:
         alone = patch_alone(operation)
-        # A patch replaces the result of one operation by the right result. The message names this operation in two
-        # cases: its patch alone makes the output right; or its patch alone changes the output, and all patches together
-        # make the output right.
+        # A patch replaces the result of one operation by the right result. If the patch of an operation alone makes the
+        # output right, the message names this operation. It also names the operation if its patch alone changes the
+        # output, and all patches together make the output right.
         contributes = alone and together and together.is_right and not agree(alone.output, as_it_is.output)
         if alone and (alone.is_right or contributes):
             return _line_of(operation)
@@ -136,12 +136,11 @@ def _origin_of(operation: Operation) -> Operation | None:
         # The wrong input comes from a synchronized layer. In this replica, the layer gets the same inputs as on one
         # device, so the fault lies in another replica.
         return None
-    # The operation `root` may be correct although the shape of its result differs, because it may select rows by their
-    # values.
+    # If `root` selects rows by their values, as `nonzero` does, its result may have another shape without being wrong.
     if root and not root.fits and root.has_size_of_values():
         root = None if any(here and here.fits for here, _ in operation.origins()) else operation
-    # Do not return a call of a submodule. The check has tested all module calls before it searches for a line, and
-    # would have named a faulty submodule then.
+    # If `operation` itself is the call of a submodule, do not return it. All module calls were compared before this
+    # search, so this call is known to be correct.
     return root if root and (root is not operation or operation.called) else None
 
 

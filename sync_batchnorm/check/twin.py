@@ -49,9 +49,9 @@ def seed(number: int) -> None:
         numpy.random.seed(number)
 
 
-# The check puts a hook on each module. When the hook runs in a replica's thread, it must find the torch function mode
-# of this thread. Torch finds this mode for overridable functions: it passes each call of such a function to
-# `__torch_function__` of the active mode. So the hooks call the following function, which is made overridable.
+# The check puts a hook on each module. In a replica's thread, the hook needs the `CheckMode` of this thread. Torch
+# passes each call of an overridable function to the function mode of the thread. So the hooks call the following
+# function, which is made overridable.
 @wrap_torch_function(lambda name, *_: (name,))
 def notify_module_call(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
     """Tell the function mode of this thread that a module call begins, or, if `output` is given, that it has ended."""
@@ -152,7 +152,7 @@ class CheckMode(TorchFunctionMode):
 
 def _drops(args: Sequence[Any], kwargs: Any) -> bool:
     """Return whether a call of a dropout function is in training mode with a nonzero probability."""
-    _, p, trains, *_ = (*args, None, None, None)  # Only torch.dropout and its variants get options by position.
+    _, p, trains, *_ = (*args, None, None, None)  # torch.dropout gets options by position, `F.dropout` by name.
     return bool(kwargs.get("p", p) and kwargs.get("training", kwargs.get("train", trains)))
 
 
@@ -201,7 +201,7 @@ class Twin:
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)
             if isinstance(module, _SynchronizedBatchNorm):
-                # On one device, batch norm always adds eps to the variance (the rule "plus"), so replicas must, too.
+                # On one device, batch norm adds eps to the variance, so replicas must, too, in any `eps_mode`.
                 module.__dict__["eps_mode"] = "plus"
                 # On one device, use the class that the layer had before its conversion.
                 if is_one and module._former_class is not None:
@@ -216,11 +216,11 @@ class Twin:
                 module.register_forward_hook(partial(notify_module_call, name), with_kwargs=True, always_call=True)
 
     def _take_over_attributes(self, model: nn.Module) -> None:
-        """Copy the attributes that the user has set on parameters and buffers, and record the order of gradients."""
+        """Copy the user's attributes of parameters and buffers, and record the order in which gradients arrive."""
         originals: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in self.module.named_parameters():
             if originals[name].requires_grad:  # A copied scripted module loses `requires_grad`.
-                # The hook records only the name of the parameter, because the gradient will be in `.grad` anyway.
+                # The hook records only the name of the parameter: the gradient will be in `.grad`.
                 parameter.requires_grad_().register_hook(lambda _, name=name: self.order.setdefault(name))
         originals |= dict(model.named_buffers(remove_duplicate=False))
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
@@ -229,8 +229,8 @@ class Twin:
     def text_of_hooks(self) -> str:
         """Return a note about a hook that refers to the user's model in place of this copy, or "".
 
-        A hook that refers to the user's model writes values into its attributes or containers. The methods of the
-        copied model read the attributes of the copy instead, and never see these values.
+        Such a hook stores values in attributes or containers of the user's model. The copied model has attributes of
+        its own, so its methods never see these values.
         """
         original = self._original.named_modules()
         held = [(f"{name}.{key}", value) for name, child in original for key, value in vars(child).items()]
@@ -293,7 +293,7 @@ def _trains(tensor: Tensor) -> bool:
 def _numbers_like(parameter: Tensor, name: str) -> Tensor:
     """Return normally distributed random numbers in the shape of a parameter, with a seed computed from `name`.
 
-    To save time, the numbers repeat after 1021 entries.
+    To save time, only 1021 numbers are drawn. They are repeated until the tensor is full.
     """
     generator, size = torch.Generator().manual_seed(zlib.crc32(name.encode())), parameter.numel()
     numbers = torch.randn(min(size, 1021), generator=generator, dtype=torch.float64)
@@ -341,11 +341,11 @@ def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
     for leaf, _ in grads:
-        leaf.grad = None  # If the user's gradient stayed in `.grad`, autograd would add to this tensor in place.
+        leaf.grad = None  # Autograd would change the user's gradient in place, so take it away for the moment.
     # In the backward pass, activation checkpointing runs parts of the forward pass again. These parts need the torch
     # function mode `mode`, too.
     with mode:
-        torch.autograd.backward(edge)  # Pass a graph edge: with a tensor, torch disables the function mode.
+        torch.autograd.backward(edge)  # A tensor in place of the edge would switch off the mode.
     for leaf, grad in grads:
         leaf.grad = grad
 

@@ -9,9 +9,9 @@ computes two sums for each replica, adds up the sums of all replicas, and comput
                                             |--> total --|
     grad_output of replica 1 ---> sums 1 ---+           +---> grad_input of replica 1
 
-The node reads the input and the weight of each replica from a `Saved` object of this replica. Replica 0 prepares
-everything else for the backward pass, on every device, before it answers the other replicas. Afterwards may be too
-late: one replica may start a backward pass while the threads of the other replicas are still asleep.
+The node reads each replica's input and weight from a `Saved` object. Replica 0 prepares everything else for the
+backward pass, on every device, before it answers the other replicas. After the answer, it may be too late: one replica
+may start a backward pass before the threads of the other replicas wake up.
 
 NOTE [who saves]: The obvious way to save input and weight for the backward pass is `ctx.save_for_backward` in the node
 of the call. This fails in two ways. First, the saved-tensor hooks of every replica would run in the thread of replica
@@ -37,8 +37,8 @@ replica gets another node, `_Unpack`, on its own device. This node unpacks the t
     loss --> outputs --> join --> one `_Unpack` for each replica --> node of all replicas --> inputs
     ----- order in which the engine runs the nodes in the backward pass ------------------------>
 
-The join is an autograd node through which the outputs of all replicas pass. If the output of any replica is in the
-loss, the engine runs the join, and after the join the `_Unpack` nodes of all replicas.
+The join is an autograd node through which the outputs of all replicas pass. Even if the output of only one replica is
+in the loss, the engine runs the join, and then the `_Unpack` nodes of all replicas.
 """
 
 from collections.abc import Sequence
@@ -85,8 +85,8 @@ class Saved:
             or (weight is not None and weight.requires_grad)
             or (bias is not None and bias.requires_grad)
         )
-        # The input, saved for the backward pass. If saved-tensor hooks are set, an autograd node saves the input, and
-        # this attribute holds the output of the node. A backward pass without `retain_graph` sets it to None.
+        # The saved input; None after a backward pass without `retain_graph`. With saved-tensor hooks, an autograd node
+        # saves the input, and this attribute holds the output of that node instead.
         self.kept: Any = input
         # A backward pass drops the saved input, but never the saved weight, which is a small vector. If two threads run
         # backward passes, one thread may already have read the input, but not the weight. So the other thread must not
@@ -204,7 +204,8 @@ class _SyncBatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, batch: BatchStatistics, saved: Sequence[Saved], outputs: Sequence[Tensor], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return the outputs of all replicas, as functions of the inputs, weights and biases in the autograd graph.
+        """Connect the outputs of all replicas to their inputs, weights and biases in the autograd graph, and return
+        them.
 
         `tensors` are the input, weight and bias of the first replica, then of the second replica, and so on.
         """
@@ -279,8 +280,8 @@ def _gradients(
     computed = dict(zip(inputs, backend.gradients(list(inputs.values()), batch), strict=True))
     if not retains_graph():
         for saved in inputs:
-            # Drop the saved input after its last use in this backward pass. Drop it here, while the CUDA streams are
-            # still in order with the autograd engine.
+            # This was the last use of the saved input in this backward pass. Drop it here, while the streams of all
+            # devices are in order with the stream of the autograd engine; see `in_order_with_engine`.
             saved.kept = None
     gradients: list[Tensor | None] = []
     for saved in all_saved:

@@ -133,8 +133,9 @@ def merge_replicas(
 ) -> Sequence[tuple[Hashable, Answer]]:
     """Merge the statistics of all replicas, normalize all inputs, and return an answer for each replica.
 
-    The `SyncMaster` of a layer calls this function as its callback. If the process runs a single replica, the layer
-    calls the function directly, with the message of this replica, and with `peers` if there are other processes.
+    The `SyncMaster` of a layer calls this function as its callback, with the messages of all replicas. In a process
+    with a single replica, there is no `SyncMaster`, and the layer calls this function directly. `peers` stands for the
+    other processes, if there are any.
     """
     identifiers, sent = zip(*messages, strict=True)
     calls: Sequence[ReplicaCall] = [call for call, _ in sent]
@@ -170,14 +171,14 @@ def merge_replicas(
 
     saved_of_first = sent[0][1]
     if first.connection.pipe is None and saved_of_first is not None and saved_of_first.has_hooks:
-        # Give the tensors of the only replica to the saved-tensor hooks. Several replicas do this themselves, before
-        # they send their messages.
+        # If there is only one replica, give its tensors to the saved-tensor hooks here. If there are several, each
+        # replica has done this in its own thread, before it sent its message.
         saved_of_first.pack()
     normalized = first.backend.normalize(calls, batch)
     merged = batch, (statistics, counts, total)
-    # In the forward pass of an activation checkpoint, either saved-tensor hooks are set, or no graph is recorded. Only
-    # in these two cases does a replica get the merged statistics, because they keep the messages of all replicas in
-    # memory.
+    # Answer with the merged statistics only if an activation checkpoint may repeat this call: if saved-tensor hooks are
+    # set, or if no graph is recorded. In all other calls, the merged statistics would only keep the messages of all
+    # replicas in memory.
     may_repeat = [saved is None or saved.has_hooks for _, saved in sent]
     outputs = connect_to_graph(sent, normalized, batch)
     answers = [(output, merged if repeats else None) for output, repeats in zip(outputs, may_repeat, strict=True)]

@@ -1,4 +1,4 @@
-"""Calls of a layer that an activation checkpoint repeats in the backward pass, one replica at a time.
+"""Recompute a layer's call in one replica, in the backward pass through an activation checkpoint.
 
 NOTE [recomputation]: A checkpoint calls the layer a second time, in the backward pass, to compute tensors that it did
 not keep. The obvious way is another exchange between the replicas. This deadlocks: the engine runs all nodes of a
@@ -8,12 +8,12 @@ that the replica got in the forward pass. The connection of the replica remember
     forward pass     measure --> send --> answer --> normalize        (remember the input's statistics, and the answer)
     backward pass    measure --> find the remembered answer --> normalize        (with the same statistics of the batch)
 
-A layer may be called several times in one forward pass, as in a siamese net. Then the repeated call looks for the
-remembered call whose input had the same statistics.
+If the forward pass called the layer several times, as in a siamese net, several calls are remembered. The repeated call
+looks for the one whose input had the same statistics.
 
-A repeated call returns the same values as the call in the forward pass, and saves the same tensors. A backward pass
-through the output of a repeated call raises an error (`_refuse_gradient`), because it would differentiate each replica
-alone, without the sums of the other replicas. A reentrant checkpoint, for example, would run such a backward pass.
+The repeated call returns the same values as the call in the forward pass, and saves the same tensors. But its output
+must not be differentiated: the gradients would be those of one replica alone, without the sums of the other replicas. A
+reentrant checkpoint would do this, so `_refuse_gradient` raises an error in its backward pass.
 
 On one device, torch's batch norm updates the running statistics a second time in a recomputation. The recomputation in
 replica 0 does the same: it merges the remembered statistics of all replicas again. The update comes before the tensors
@@ -52,7 +52,7 @@ def recompute(call: ReplicaCall, saved: Saved | None) -> Tensor:
 
 
 def _find_repeated(call: ReplicaCall) -> RememberedCall:
-    """Find the call of the forward pass that `call` repeats, and return the data remembered from it.
+    """Return the data remembered from the forward pass about the call that `call` repeats.
 
     If the layer was called several times, choose the call whose input had the same statistics as the input of `call`.
     """
@@ -86,8 +86,8 @@ def _refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
 class _Refuse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, constant: tuple[Tensor], source: Tensor, input: Tensor) -> Tensor:
-        # `constant` is a tuple with one tensor. If the tensor itself were the argument, autograd would return a view of
-        # the tensor, and users could not change this view in place.
+        # `constant` is a tuple with one tensor. If autograd saw the tensor as an input, it would make the result a view
+        # of this input, and users could not change the view in place.
         return constant[0]
 
     @staticmethod

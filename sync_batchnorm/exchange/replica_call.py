@@ -82,4 +82,4 @@ class RememberedCall(NamedTuple):
     elements: int  # the number of elements per channel in the replica's input
     batch: BatchStatistics  # the merged statistics of all replicas
     gathered: GatheredStatistics  # the statistics of all replicas before the merge
-    is_constant: bool  # whether the output required no gradient, although autograd recorded the replica's forward pass
+    is_constant: bool  # whether the output required no gradient, although gradients were enabled

@@ -145,8 +145,7 @@ def _rebind_methods(modules: Modules, former_classes: Mapping[nn.Module, type[nn
 def _rebind(value: Any, former_classes: Mapping[nn.Module, type[nn.Module]]) -> Any:
     """If `value` is a bound method of a converted layer, return the same method of the layer's new class.
 
-    If `value` is a `functools.partial` of a bound method, return a partial of the new method. Return any other value
-    unchanged.
+    Do the same for the method inside a `functools.partial`. Return any other value unchanged.
     """
     if isinstance(value, functools.partial):
         function = _rebind(value.func, former_classes)
@@ -285,8 +284,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
     @functools.wraps(init)
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # A class defined inside the context may keep a reference to this patched constructor. When the context is
-        # closed, `is_open` becomes False, and the constructor does not convert layers any more.
+        # A class that is defined while this patch is active may keep a reference to this `__init__`. After the end of
+        # the patch, `is_open` is False, and `__init__` converts no more layers.
         if is_open and not isinstance(self, nn.SyncBatchNorm) and (reason := _convert(self, {}, {})):
             warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 

@@ -135,7 +135,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         pipe = ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id)
         of_replica = self._parameters if self.__dict__.get("_is_replica") else {}
         weight, bias = of_replica.get("weight"), of_replica.get("bias")
-        # If a wrapper of another package calls this method, the context object has no memory pools.
+        # `ctx` may come from a wrapper of another package, which has no pools of reusable memory.
         pools = getattr(ctx, "_sync_pools", None)
         self.__dict__["_sync_connection"] = Connection(pipe, copy_id, ctx.master_device, weight, bias, pools)
         if copy_id == 1 and self.training and self._active_group() is not None:
@@ -204,8 +204,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
         """Return the process group to synchronize with; None if this layer does not exchange with other processes."""
         group = processes.active_group(self.process_group)
         if group is None or (self._sync_connection is None and getattr(self, "_is_replica", False)):
-            # These replicas are not connected to each other. Each would have to exchange statistics with the other
-            # processes alone. Their threads would then call the collectives of `torch.distributed` in any order.
+            # The replicas of this process are not connected, so each would exchange with the other processes from its
+            # own thread. The threads would call the collectives of `torch.distributed` in an arbitrary order.
             return None
         if self.group_size is None:
             return group

@@ -108,7 +108,7 @@ class Coordinator:
     def runs_here(self, number: int) -> bool:
         """Return whether the current thread is the thread that runs this replica.
 
-        The result is False in a thread that only inherited the context variables of the replica.
+        Threads that the replica has started do not count, although they may inherit its context variables.
         """
         return self._listed[number].thread == get_ident()
 
@@ -248,7 +248,7 @@ class Coordinator:
     # The methods below run one exchange between replicas.
 
     def send(self, rendezvous: Rendezvous, identifier: Hashable, message: Any) -> Any:
-        """Send one replica's message in an exchange, and block until the replica can continue.
+        """Send one replica's message in an exchange, and block until the result of the exchange is there.
 
         For a slave, return the answer of the master. For the master, return the messages of all replicas, as a list of
         ``(identifier, message)``.
@@ -259,7 +259,7 @@ class Coordinator:
                 self._raise_broken(record)
             is_busy = record.waits_in is not None or identifier in rendezvous.messages
             is_ready = self._turns is not None and record in self._turns.ready
-            # If the replica's mailbox holds an answer, another thread of the replica has not taken it yet.
+            # A full mailbox holds the answer for another thread of this replica that has exchanged.
             if is_busy or is_ready or not record.mailbox.empty():
                 # Release all replicas with an error, because an error in this thread alone may never reach the caller.
                 self._break(
@@ -300,8 +300,8 @@ class Coordinator:
     def _wait(self, record: Record) -> Any:
         """Block until the mailbox of the replica holds an item, and return the value in the item.
 
-        If the forward pass broke, raise the error that broke it. Two events start the timeout of the wait again: the
-        turn of another replica begins, or the whole process continues after it was suspended.
+        If the forward pass breaks, for example by a timeout, raise the error that broke it. The timeout starts again
+        when another replica begins its turn, or when the process continues after it was suspended.
         """
         mailbox, since = record.mailbox, monotonic()
         while True:
@@ -319,7 +319,7 @@ class Coordinator:
     def _restart_or_break(self, record: Record, since: float) -> float:
         """Break the forward pass if the timeout is over for a wait that began at the time `since`.
 
-        Return the time at which the timeout of this wait now starts.
+        Return the time at which this wait began, or at which its timeout started again.
         """
         with self._lock:
             now = monotonic()
@@ -351,8 +351,8 @@ class Coordinator:
     def _break(self, text: str, kind: type[ReplicaSyncError] = ReplicaSyncError, notes: Sequence[str] = ()) -> None:
         """Break the forward pass: store an error, raise it in all waiting replicas, and end all turns.
 
-        If the forward pass is broken already, the first error stays. The method then only releases replicas that still
-        wait, because Ctrl-C may have interrupted the first call of this method.
+        If the forward pass is already broken, the first error stays, and this method only releases the replicas that
+        still wait. A second call may be necessary because Ctrl-C interrupted the first one.
         """
         if self._broken is None:
             error = kind(text)

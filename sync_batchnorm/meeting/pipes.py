@@ -29,7 +29,8 @@ MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
 
 @dataclass
 class RunningCallback:
-    """The replication callback that runs in this thread now, with its forward pass, replica and submodule."""
+    """The replication callback that is running in this thread, with the forward pass, replica and submodule it runs
+    for."""
 
     coordinator: Coordinator
     number: int = 0  # the number of the replica

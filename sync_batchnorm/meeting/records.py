@@ -59,13 +59,13 @@ class Record:
     """The state of one replica in a forward pass, for example whether it waits in a layer, or how it ended."""
 
     number: int  # the number of the replica
-    device: str | None  # the device of the replica; None if the coordinator does not list the replica
+    device: str | None  # the device of the replica; None if it is not known
     # The queue on which the waiting replica blocks until another thread puts an item into it.
     mailbox: SimpleQueue[Item]
     thread: int = 0  # the identifier of the thread that runs the replica; 0 before the replica begins and after it ends
     waits_in: Rendezvous | None = None  # the layer in which the replica waits; None if it does not wait
     ended: str = ""  # how the replica ended, as a verb phrase for messages; empty until the replica ends
-    was_released: bool = False  # whether the replica got the error that broke the forward pass
+    was_released: bool = False  # whether the error that broke the forward pass was raised in this replica
     # The first exception of the replica; None if there is none, or if the caller's thread has taken it.
     failure: BaseException | None = None
 

@@ -103,15 +103,14 @@ class Arguments:
     def chunks(self, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Sequence[Any]]:
         """Return two lists: the positional arguments of each chunk, and the keyword arguments of each chunk.
 
-        If the wrapper is called without arguments, both lists are empty, as in torch. A single chunk is not copied if
-        it is already on the device of its replica.
+        Both lists are empty if the wrapper is called without arguments, as in torch. A single chunk is not copied if it
+        is already on the device of its replica.
         """
         if not self._inputs and not self._kwargs:
             return (), ()
         if self._most > 1:
-            # If there are fewer chunks than devices, leave the last devices unused. `nn.DataParallel` behaves
-            # differently: it copies each argument without tensors to all devices, and so calls the replicas on the last
-            # devices without the other arguments.
+            # With fewer chunks than devices, the last devices stay unused. `nn.DataParallel` also runs replicas on
+            # these devices: it copies each argument without tensors to all devices, and passes only these copies.
             devices = devices[: len(self.sizes)]
         if len(devices) == 1 and self._are_on(devices[0]):
             return (self._inputs,), (self._kwargs,)
@@ -134,10 +133,10 @@ class Arguments:
 
     @functools.cached_property
     def tree(self) -> Tree:
-        """All arguments of the call as one tree. The root maps the parameter names of `forward` to the arguments.
+        """All arguments of the call as one tree: a dict from the parameter names of `forward` to the arguments.
 
-        Positional arguments beyond the named parameters of `forward` belong to its ``*args``. The root maps the name of
-        ``*args`` to a dict of these arguments, whose keys are their indices.
+        Arguments that `forward` collects in ``*args`` are in a dict of their own, under the name of ``*args``. The keys
+        of this dict are the indices of the arguments.
         """
         inputs, kwargs = self._inputs, self._kwargs
         # The names of parameters are needed only to look up entries in `in_dims`, and for errors about the split.
@@ -171,7 +170,7 @@ class Arguments:
     def describe_split(self) -> str:
         """Return a text for the note on an error: how many rows of each tensor argument go to each replica.
 
-        The text leaves out tensors with a dimension in `in_dims`. The text is empty if no other tensors were split.
+        The text describes only tensors for which `in_dims` names no dimension. It is empty if no such tensor was split.
         """
         cut: list[str] = []
         for leaf, dim in zip(self.tree.leaves, self.dims, strict=True):
@@ -188,7 +187,8 @@ class Arguments:
         return leaf.resolve_dim(self._wrapper.dim, _IN_DIMS)
 
     def _sizes(self) -> list[int]:
-        """Return the number of rows in each chunk. Raise an error if a replica would get rows of different samples."""
+        """Return the number of rows in each chunk. All arguments must give the same numbers; otherwise raise an
+        error."""
         for path, kind in self.tree.unreachable:
             raise self._uncut_error(path, f"a {kind} that holds tensors")
         rows = list(map(self._rows, self.tree.leaves, self.dims))
@@ -209,7 +209,8 @@ class Arguments:
         return chunk_sizes(batch, self._most)
 
     def _rows(self, leaf: Leaf, dim: int | None) -> int | None:
-        """Return the number of rows in a tensor, or of entries in a list; None if every replica gets the whole leaf."""
+        """Return the number of rows (of a tensor) or entries (of a list) to split; None if every replica gets the whole
+        leaf."""
         path, value, named = leaf
         if leaf.splits_by_entry():
             return len(value)
@@ -225,7 +226,7 @@ class Arguments:
     def _outermost_list(self, path: Path) -> Path | None:
         """Return the path of the list that contains a leaf; of several nested lists, the path of the outermost one.
 
-        Skip lists for which `in_dims` names a dimension.
+        A list with a dimension in `in_dims` does not count.
         """
         return next((path[:i] for i in range(1, len(path) + 1) if path[:i] in self.tree.lists), None)
 

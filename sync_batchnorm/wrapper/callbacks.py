@@ -124,9 +124,9 @@ def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> 
 
 
 def _package_of_pipe(value: object) -> str | None:
-    """Return the name of the package that defines a `SyncMaster` or `SlavePipe`; None if this package defines it.
+    """Return the name of the other package whose `SyncMaster` or `SlavePipe` the value is.
 
-    For any other object, also return None.
+    Return None for the classes of this package, and for any other object.
     """
     if isinstance(value, (SyncMaster, SlavePipe)):
         return None

@@ -118,9 +118,9 @@ class AnyDeviceDataParallel(DataParallel[Any]):
 class _ReplicationMixin(DataParallel[Any]):
     """Extend the steps of `DataParallel`, for example by replication callbacks and notes on errors.
 
-    This class must not be derived from `AnyDeviceDataParallel`. If it were, `AnyDeviceDataParallel` would come before
-    the user's base classes in the method resolution order of a patched object. Then a call of `super()` in the user's
-    class would skip these base classes.
+    This class is not derived from `AnyDeviceDataParallel`, because a patched object gets a class that is derived from
+    its user's class and from this class. In the method resolution order, `AnyDeviceDataParallel` would then come before
+    the base classes of the user's class, and `super()` in the user's class would skip these base classes.
     """
 
     # If an object is patched, these classes come after its user's class, and before torch's `DataParallel`.
@@ -217,9 +217,9 @@ class _ReplicationMixin(DataParallel[Any]):
         describe_split = _default_steps_run.get({}).get((self, "scatter"), str)
         outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [describe_split(), look.note()])))
         look.warn()
-        # Warn about plain batch norms if no synchronized layer exchanged in this forward pass. But do not warn if the
-        # user made the replicas, so that `original` is the replica itself: another coordinator may connect the layers
-        # of these replicas.
+        # If no synchronized layer exchanged in this forward pass, warn about plain batch norms. If the user made the
+        # replicas, do not warn: another coordinator may connect the layers of these replicas. In this case, `original`
+        # is the replica itself.
         if not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica:
             layers: Any = [it for it in runs[0].replica.modules() if vars(it).get("_sync_connection") is not None]
             if any([layer.training and layer.group_size != 1 for layer in layers]):
@@ -310,7 +310,7 @@ def patch(data_parallel: DataParallel[Any]) -> None:
 
 
 def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
-    """Remove unsupported devices from a wrapper that is no longer patched.
+    """Remove the devices that `nn.DataParallel` does not support from a wrapper whose patch was removed.
 
     `nn.DataParallel` supports neither the CPU nor several replicas on one device.
     """
@@ -323,14 +323,13 @@ def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
 def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
     """Return a `ReplicaHandle` for each object in `replicas`. All handles belong to one `ForwardPass`.
 
-    `replicate` returns a list of handles. A user's `parallel_apply` may replace some of them by functions or modules
-    that call the handles. In this case, each object in `replicas` gets a new handle, which belongs to the `ReplicaRun`
-    that `replicate` prepared at the same index.
+    A user's `parallel_apply` may replace handles by functions or modules that call the handles. In this case, each
+    object in `replicas` gets a new handle, for the `ReplicaRun` that `replicate` prepared at the same index.
     """
     if {*map(type, replicas)} == {ReplicaHandle}:
         return list(replicas)
     runs = prepared_runs()
-    # If the user made the replicas, or if there is a single chunk, `replicate` did not prepare any runs.
+    # There are no prepared runs if the user made the replicas, or if there is a single chunk.
     if len(runs) != len(replicas):
         originals = [replica if isinstance(replica, nn.Module) else wrapper.module for replica in replicas]
         devices = list(map(as_device, wrapper.device_ids[: len(replicas)]))

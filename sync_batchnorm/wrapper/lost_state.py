@@ -1,4 +1,4 @@
-"""Warn if `forward` sets attributes that end with the replica, or if hooks use the model in place of the replica.
+"""Warn if `forward` sets attributes that are lost with the replica, or if hooks use the model in place of the replica.
 
 `self` in `forward` is a replica. An attribute set on the replica is lost when the replica ends. The variables of a hook
 refer to the model instead. So a hook and `forward` may use two different objects for one attribute: the hook sets it on
@@ -77,9 +77,10 @@ class Look:
         self._of_model = _snapshot(original) if is_due and original is not replica else {}
 
     def warn(self) -> None:
-        """After a forward pass, warn about attributes that the model lost, and about hooks that use the model.
+        """Warn, after a forward pass, about attributes that were set on a replica, and about hooks that use the
+        original model.
 
-        A wrapper warns about each attribute once. This method also counts the forward passes that were checked.
+        A wrapper warns about each attribute once, and only in its first forward passes, which this method counts.
         """
         self._looks[self._mode] += bool(self._of_replica)
         for text in self._texts(has_ended=True):
@@ -188,8 +189,8 @@ def _lost(replica: nn.Module, state: Snapshot) -> Found:
 def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: bool) -> str | None:
     """Return a remedy if the model loses the new value of an attribute that `forward` set on a replica, otherwise None.
 
-    A number or a string in a plain attribute is lost if it replaced another number or string. The attribute `training`
-    is an exception, because `forward` may switch to another mode for a while.
+    A number or a string in a plain attribute counts as lost only if it replaced another number or string. The attribute
+    `training` never counts, because `forward` may switch it for a while.
 
     A training loop may read a tensor from a plain attribute, for example a penalty that is added to the loss. So a
     tensor is lost if it is 0-dimensional, requires a gradient, and replaced another value. Any other tensor counts as
@@ -226,12 +227,12 @@ class ParameterChanges:
         self._parameters = {name: (p, p._version) for name, p in parameters if p.layout == torch.strided}
         self._counts = _changes.setdefault(module, Counter())
         watched = [name for name in self._counts if self._counts[name] <= LOOKS and name in self._parameters]
-        # For each watched parameter, a list of copies: the first from before the forward pass. The second is made after
-        # the first turn that changed the parameter. In a turn, one replica runs.
+        # Copies of each watched parameter: one from before the forward pass, and one from after the run of the first
+        # replica that changed the parameter.
         self.watched = {name: [self._parameters[name][0].detach().clone()] for name in watched}
 
     def look(self) -> None:
-        """Copy each watched parameter that changed for the first time during the latest turn of a replica.
+        """If a watched parameter has changed since the forward pass began, and was not copied yet, copy it.
 
         This method is called each time another replica begins to run on the shared device.
         """
@@ -277,10 +278,10 @@ _ENDS = ("RETURN_", "RAISE_", "STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL")
 
 
 def hooks_of(model: nn.Module) -> Iterator[tuple[str, FunctionType, dict[str, Any]]]:
-    """Yield (name of the module, function, values of the function's variables by name) for each hook of a model.
+    """Yield (module name, function, variables) for each hook of a model. The dict of variables maps names to values.
 
-    Only hooks written in Python are found. In the dict of variables, arguments and local variables of the hook are
-    None, because their values are unknown before the hook is called. Only `self` of a bound method has its value.
+    Only hooks written in Python are found. Arguments and local variables of a hook have no values before the hook is
+    called. They are None in the dict, except `self` of a bound method.
     """
     kinds = [kind for kind in HOOKS if torch.is_grad_enabled() or "backward" not in kind]
     for module, name in names_of_modules(model).items():

@@ -63,7 +63,7 @@ class RandomStates:
     def begin_turn(self, number: int) -> None:
         """Set the default generators to the states of replica `number`, which begins to run.
 
-        Before this, save the current states of the default generators as the states of the replica that ran last.
+        First save the present states of the default generators: they belong to the replica that ran last.
         """
         with _lock:
             self._save_states()

@@ -60,7 +60,7 @@ __all__: list[str] = []
 
 
 def new_coordinator(devices: Sequence[torch.device], timeout: float) -> Coordinator:
-    """Return a coordinator for one forward pass, with spans for the torch profiler if a profile is running."""
+    """Return a coordinator for one forward pass. While torch's profiler is on, the coordinator records spans for it."""
 
     def span(name: str) -> AbstractContextManager[Any]:
         return profiler.record_function(f"sync_batchnorm: {name}")
@@ -76,8 +76,8 @@ class ForwardPass:
     coordinator: Coordinator
     # A function that raises an error if the replicas cannot run in turns on a shared device.
     check_turns: Callable[[], None] = lambda: None
-    # The modes of the caller's thread, such as autocast. Each function takes a device, and returns a context manager
-    # that sets one mode.
+    # The modes of the caller's thread, such as autocast, as functions. Each function takes a device, and returns a
+    # context manager that sets one of the modes.
     modes: Sequence[Callable[[torch.device], AbstractContextManager[Any]]] = ()
     # The `contextvars` context of the caller's thread; None if a single replica runs directly in the caller's thread.
     context: Context | None = None
@@ -111,8 +111,8 @@ class ForwardPass:
         except BaseException as error:
             raised = error
         failure = self._failure(raised, describe)
-        # Forget the runs of this forward pass. Otherwise, if a replica is stuck, `prepared_runs` would return these
-        # runs in the next forward pass, because this forward pass does not count as over.
+        # Forget the runs of this forward pass. If a replica is stuck, this forward pass does not count as over, and the
+        # next forward pass would get these runs from `prepared_runs`.
         _prepared.set(())
         if failure is not None:
             try:
@@ -187,9 +187,9 @@ class ReplicaRun:
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the replica: call `function` with the modes of the caller's thread, and return its output.
 
-        `function` is the replica, or a user's function that calls the replica. Each replica runs once in a forward
-        pass, and a second call raises an error. But if the second call comes from inside the running replica, in the
-        same thread, `function` is called directly.
+        `function` is the replica, or a function of the user that calls the replica. A replica runs once in a forward
+        pass, and a second call raises an error. One kind of second call is allowed: a call from inside the running
+        replica, in its own thread, calls `function` directly.
         """
         if self.forward_pass.coordinator.runs_here(self.number):
             return function(*args, **kwargs)

@@ -78,8 +78,8 @@ def _move(leaf: Leaf, device: torch.device, copies: bool = False) -> Any:
     if leaf.splits_by_entry():
         entries = Tree(leaf.value, None, leaf.path)
         return entries.build(iter([_move(entry, device, copies) for entry in entries.leaves]))
-    # Make a shallow copy of an object that has a method `to`, and move the copy. Some `to` methods change their object
-    # in place, for example those of token batches of transformers. The user's object must not change.
+    # Some `to` methods change their object in place, for example those of token batches of transformers. The user's
+    # object must not change, so move a shallow copy of it.
     return copy.copy(leaf.value).to(device) if has_to_method(type(leaf.value)) else leaf.value
 
 
@@ -138,7 +138,7 @@ def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
 
 
 def _remedy(*leaves: Leaf | None) -> str:
-    """Return the remedy to name in an error: two replicas have returned values that cannot be gathered."""
+    """Return the remedy for the error that the outputs of two replicas cannot be gathered."""
     if all([leaf is not None and isinstance(leaf.value, Number) for leaf in leaves]):
         return "return a tensor in place of a number that replicas compute, such as loss.detach()[None] for loss.item()"
     return (
@@ -157,9 +157,9 @@ def _shown(leaf: Leaf | None) -> str:
 def _is_misplaced(leaf: Leaf) -> bool:
     """Return whether a leaf of a replica's output is forbidden, because gathering would lose its values.
 
-    If a leaf is not a tensor, gathering keeps only the value of replica 0. So a number is forbidden: it may differ
-    between replicas, as a count or a loss does. Any other object, such as a string, is allowed inside a mapping or
-    dataclass, and wherever `out_dims` names it.
+    Gathering keeps only replica 0's value of a leaf that is no tensor. So a number is forbidden: as a count or a loss,
+    it may differ between replicas. Other objects, such as strings, are allowed inside a mapping or dataclass, and
+    wherever `out_dims` names them.
     """
     value = leaf.value
     if leaf.dim is None or value is None or isinstance(value, (Tensor, list)):
@@ -179,8 +179,8 @@ def _is_number(value: Any) -> bool:
 def _agree(leaf: Leaf, other: Any) -> bool:
     """Return whether a leaf of replica 0's output can be gathered with `other`, the same leaf of another replica.
 
-    Tensors are concatenated, and so are lists with an entry for each sample. In these cases, it is enough that both
-    replicas return a tensor, or both a list. Any other leaf must have the same value in both replicas.
+    For a tensor, the other replica only has to return a tensor, too, because both are concatenated. The same is true
+    for a list with an entry for each sample. Any other leaf must have the same value in both replicas.
     """
     value = leaf.value
     if (isinstance(value, Tensor) and leaf.dim is not None) or leaf.splits_by_entry():
@@ -202,8 +202,8 @@ def _join_tensors(tensors: Sequence[Tensor], device: torch.device, dim: int, by_
     try:
         if by_torch:
             return gather_by_torch(tensors, str(device), dim)  # type: ignore[arg-type, no-any-return]
-        # Disable autocast, because it would cast the tensors, or refuse tensors of another dtype. Return plain tensors
-        # for subclasses of `Tensor`, as torch's gather does.
+        # Autocast is off in this function: it would cast the tensors, or raise an error for tensors of other dtypes.
+        # The result is a plain tensor, also for subclasses of `Tensor`, as in torch's gather.
         with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
             return torch.cat([tensor.to(device) for tensor in tensors], dim)
     except (RuntimeError, IndexError) as error:
