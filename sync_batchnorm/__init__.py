@@ -59,7 +59,7 @@ from .batchnorm import (
     set_sbn_eps_mode,
     sync_moments,
 )
-from .check.one_device import assert_matches_one_device
+from .check.assert_matches_one_device import assert_matches_one_device
 from .comm import ReplicaSyncError, SlavePipe, SyncMaster
 from .replicate import (
     CallbackContext,

@@ -17,7 +17,7 @@ from .torch_private import uncompiled
 
 __all__: list[str] = []
 
-# A weak reference to the `ReplicaRun` of the replica in whose context this code runs; `wrapper/run.py` sets it. It is
+# A weak reference to the `ReplicaRun` of the replica in whose context this code runs, set by `ReplicaRun.call`. It is
 # weak because a thread that the replica has started may keep this context after the forward pass.
 context_run: ContextVar[Callable[[], Any]] = ContextVar("sync_batchnorm_run", default=lambda: None)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, patch_replication_callback
 from sync_batchnorm.wrapper.data_parallel import as_device
-from sync_batchnorm.wrapper.replicas import make_replicas
+from sync_batchnorm.wrapper.replicate import make_replicas
 from sync_batchnorm.wrapper.scatter_gather import gather_trees
 
 R = 3  # replicas of most tests; every replica gets two rows

@@ -1,3 +1,3 @@
-"""Check whether replicas compute the same as one device. The check begins in the file `one_device.py`."""
+"""Check whether replicas compute the same as one device. Start reading in `assert_matches_one_device.py`."""
 
 __all__: list[str] = []

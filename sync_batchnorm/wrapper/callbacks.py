@@ -18,7 +18,7 @@ from torch import nn
 from ..current_replica import is_in_replica, raise_if_foreign
 from ..meeting import DEFAULT_TIMEOUT, Coordinator, RunningCallback, SlavePipe, SyncMaster, running_callback
 from ..torch_private import names_of_modules
-from .run import new_coordinator
+from .parallel_apply import new_coordinator
 
 __all__ = ["CallbackContext", "execute_replication_callbacks"]
 

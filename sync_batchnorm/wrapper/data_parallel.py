@@ -39,8 +39,8 @@ from ..trees import tensors_in
 from .arguments import Arguments, InDims, OutDims, check_dims
 from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .lost_state import Look
-from .replicas import check_replicable, make_replicas
-from .run import ForwardPass, ReplicaHandle, call_replicas, new_coordinator, prepared_runs
+from .parallel_apply import ForwardPass, ReplicaHandle, call_replicas, new_coordinator, prepared_runs
+from .replicate import check_replicable, make_replicas
 from .scatter_gather import gather_trees
 
 __all__ = ["DataParallelWithCallback", "patch_replication_callback"]

@@ -241,7 +241,7 @@ def test_vectors_of_counts_are_kept_unless_they_are_many_or_a_graph_captures_the
 
 
 def test_threads_of_replicas_stay_for_the_next_pass_unless_it_fails_and_keep_nothing(monkeypatch):
-    monkeypatch.setattr("sync_batchnorm.wrapper.run._idle", {})
+    monkeypatch.setattr("sync_batchnorm.wrapper.parallel_apply._idle", {})
     threads, inputs = [], []
 
     def forward(net, input):
@@ -293,7 +293,7 @@ def _number_of_threads():
 @pytest.mark.parametrize("left", LEFT_ON)
 @needs_two_gpus
 def test_thread_in_which_forward_leaves_something_on_serves_no_other_replica(left, monkeypatch):
-    monkeypatch.setattr("sync_batchnorm.wrapper.run._idle", {})
+    monkeypatch.setattr("sync_batchnorm.wrapper.parallel_apply._idle", {})
     threads = []
 
     def note(net, input):
@@ -323,7 +323,7 @@ def test_replicas_use_as_many_threads_of_torch_as_their_caller():
 @pytest.mark.parametrize("when", ["idle", "before it is idle"])
 @needs_two_gpus
 def test_pass_after_threads_were_ended_from_outside_is_right(when, monkeypatch):
-    monkeypatch.setattr("sync_batchnorm.wrapper.run._idle", idle := {})
+    monkeypatch.setattr("sync_batchnorm.wrapper.parallel_apply._idle", idle := {})
     plain, parallel = twins(nn.BatchNorm1d(3).double(), [0, 1])
     assert_same_step(plain, parallel, doubles(5, 3, devices=[0]))
     for thread, works in itertools.chain(*idle.values()):

@@ -79,7 +79,7 @@ def _stands_still(model: Scripted, x: Tensor) -> None:
 
 @needs_fork
 def test_control_c_while_replicas_wait_reaches_the_caller(monkeypatch):
-    monkeypatch.setattr("sync_batchnorm.wrapper.run.PATIENCE", 0.01)  # In vain: one replica never leaves.
+    monkeypatch.setattr("sync_batchnorm.wrapper.parallel_apply.PATIENCE", 0.01)  # In vain: one replica never leaves.
 
     def forward() -> None:
         try:
@@ -133,7 +133,7 @@ class GivesUp(TorchStyle):
 
 
 def test_replica_that_fails_late_leaves_the_next_forward_alone(monkeypatch):
-    monkeypatch.setattr("sync_batchnorm.wrapper.run.PATIENCE", 0.01)  # In vain: one replica is later.
+    monkeypatch.setattr("sync_batchnorm.wrapper.parallel_apply.PATIENCE", 0.01)  # In vain: one replica is later.
     late = threading.Event()
 
     def is_late(model: Scripted, x: Tensor) -> None:

@@ -98,7 +98,7 @@ def test_threads_meet_without_torch_and_others_take_names_of_the_meeting_from_it
 
 def test_only_one_file_blocks_and_one_takes_what_is_private_out_of_torch():
     # those of a thread that stays, and of its caller
-    allowed = {"wrapper.run": {"Thread", "current_thread", "start_new_thread", "SimpleQueue", "Empty"}}
+    allowed = {"wrapper.parallel_apply": {"Thread", "current_thread", "start_new_thread", "SimpleQueue", "Empty"}}
     allowed["wrapper.data_parallel"] = {"TIMEOUT_MAX"}
     allowed["meeting.records"] = {"SimpleQueue"}  # the type of a field
     allowed["wrapper.random_states"] = {"RLock"}  # around two operators of torch

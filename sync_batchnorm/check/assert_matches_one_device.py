@@ -4,7 +4,7 @@ The obvious check compares the output of each layer. It fails for models that ar
 layers differ. An example is a wrapper that adds up outputs in its `gather`. Therefore only the results that the caller
 gets are compared: outputs, loss, gradients, parameters and buffers, in three training passes.
 
-    three passes --differ--> is it rounding? --no--> explanation.Investigation (names the module, line and cause)
+    three passes --differ--> is it rounding? --no--> faulty_module.Investigation (names the module, line and cause)
          |                         |
         agree                     yes (a perturbation of parameters by 1e-12 moves the result as far)
 
@@ -24,7 +24,7 @@ from torch import nn
 from ..messages import check_module, check_number, collected_warnings, warn
 from .compare_passes import Check, FailsInReplicas, Loss, Observed, TwinRun, beyond_rounding, differences, scalars
 from .compare_tensors import agree
-from .explanation import Investigation, text_of_failure
+from .faulty_module import Investigation, text_of_failure
 
 __all__ = ["assert_matches_one_device"]
 
