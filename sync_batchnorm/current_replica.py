@@ -1,4 +1,5 @@
-"""Find the replica that runs in the current thread, and raise an error for layers outside this replica.
+"""Find the replica that runs in the current thread. Raise an error if the replica calls layers of another replica, or
+of the original model.
 
 NOTE [whose thread]: The obvious way to remember the replica of a thread is a `ContextVar`. This is not enough, because
 other threads may inherit the value of the variable. A thread started by a replica may inherit the replica's context, as

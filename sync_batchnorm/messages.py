@@ -11,7 +11,7 @@ from torch import nn
 __all__: list[str] = []
 
 _PACKAGE = __name__.removesuffix("messages")
-# Maps the text of each issued warning to an object that identifies the call of `warn_once` that issued the warning.
+# The texts of all warnings that were issued. The value identifies the call of `warn_once` that issued the warning.
 _issued: dict[str, object] = {}
 _collected: ContextVar[dict[str, None] | None] = ContextVar("sync_batchnorm_collected_warnings", default=None)
 

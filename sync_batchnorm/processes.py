@@ -79,8 +79,8 @@ class Peers(NamedTuple):
     ) -> tuple[Sequence[Sequence[Tensor]], Tensor, int | Tensor]:
         """Gather the statistics and the element counts of all W processes.
 
-        Return three values. The first is a list with one pair of tensors, ``(W, C)`` each: a row for each process, with
-        C channels. The second is a tensor ``(W,)`` with the count of each process, the third the sum of these counts.
+        Return three values: two tensors ``(W, C)`` of statistics, with a row for each process and C channels; a tensor
+        ``(W,)`` with the count of each process; and the sum of these counts.
 
         `count` is the number of elements per channel in this process. The statistics are sent in `dtype`, or in their
         own dtype if `dtype` is None. The sum is a tensor, so that the host does not wait for its value. If `count` is
@@ -148,7 +148,7 @@ def active_group(process_group: Group | None) -> Group | None:
 def _number_or_proposal(peers: Peers) -> float:
     """Return the number that identifies the layer in its process group.
 
-    If the layer has no number yet, propose the next unused number: return this number with a minus sign.
+    If the layer has no number yet, return the negative of the next unused number, as a proposal.
     """
     numbers = _numbers.setdefault(peers.group, WeakKeyDictionary())
     return numbers.get(peers.layer()) or -1 - max(numbers.values(), default=0)
@@ -160,9 +160,9 @@ def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
     If processes sent different numbers, they called different layers, and each process raises an error. The error names
     the layer of this process only: in another process, the same number may belong to another layer.
 
-    A layer without a number takes the number of the other processes: one process may continue with a new copy of its
-    model. If no process has a number for the layer, all take the largest number that was proposed, which no process
-    uses yet.
+    If this process has no number for the layer, it takes the number from the other processes. This happens if one
+    process continues with a new copy of its model. If no process has a number for the layer, all processes take the
+    largest proposed number, which none of them uses yet.
 
     One mistake is not detected: a process that calls two layers in the wrong order, from its first forward pass on.
     """

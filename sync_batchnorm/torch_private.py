@@ -59,8 +59,8 @@ saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tenso
 # Returns whether the running backward pass executes a given node of the graph. Without this function, every backward
 # pass would compute the gradients of all inputs, even those that nobody needs.
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-# Returns the compiler that is active in this thread, or None. Without this function, every call of a layer would go
-# through `torch.compiler.disable`, which takes time.
+# Returns the compiler that is active in this thread, or None. If none is active, the slow `torch.compiler.disable` is
+# not needed.
 active_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 # Copies a list of tensors to several devices in one call. Without this function, each device would need a call.
 foreach_copy: Callable[..., None] = torch._foreach_copy_
@@ -74,7 +74,7 @@ def fast_apply(function: type[torch.autograd.Function]) -> Any:
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has gradient hooks.
 
-    Such hooks matter because autograd calls them even if no gradient arrives, with None.
+    This matters for broadcasts: autograd calls a hook with None if only other outputs of its node get gradients.
     """
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
@@ -114,7 +114,7 @@ REASON = (  # The compiler shows this text with `fullgraph=True`.
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that `torch.compile` never compiles it.
 
-    Used alone, `torch.compiler.disable` would have the same effect, but would make each call of the function slower.
+    `torch.compiler.disable` decorates a function to the same effect, but makes each of its calls slower.
     """
     disabled: Callable[P, R] | None = None
 

@@ -66,7 +66,7 @@ def is_sequence_type(kind: type) -> bool:
 def has_to_method(kind: type) -> bool:
     """Return whether the instances of a class have a method `to(device)` that returns a moved object.
 
-    Modules do not count, because `nn.Module.to` moves a module in place.
+    The result is False for a module, because `nn.Module.to` moves the module itself, in place.
     """
     return hasattr(kind, "to") and not issubclass(kind, nn.Module)
 

@@ -164,10 +164,11 @@ class BatchStatistics(NamedTuple):
         return self.complete(torch.sum(rows, 0, out=workspace.flat))
 
     def complete(self, total: Tensor) -> Tensor:
-        """Add up two vectors over all processes, and set the second vector to zero in channels with a clamped variance.
+        """Add up two vectors over all processes. Set the second vector to zero in channels whose variance was clamped
+        to `eps`.
 
-        The second vector holds the gradient that flows through the variance. In a channel in which `eps` replaced the
-        variance, the output does not depend on the variance, so this gradient is zero.
+        In a channel whose variance was below `eps`, and was replaced by `eps`, the output does not depend on the
+        variance. So the gradient through the variance, which the second vector holds, is zero in this channel.
         """
         total = total if self.reduce is None else self.reduce(total)
         if self.clamped is not None:
@@ -330,8 +331,8 @@ def _input_gradient(replica: BackwardInput, normalized: Tensor, invstd: Tensor, 
     replicas.
     """
     mean_dy, mean_dy_normalized = means.to(replica.input.device, non_blocking=True).chunk(2)
-    # In an expression of torch, the first operand determines the memory format of the result. So the first operand must
-    # be as large as the input.
+    # The result of an expression gets the memory format of its first operand. So the first operand must be as large as
+    # the input.
     grad_input = normalized * -per_channel(mean_dy_normalized, normalized) - per_channel(mean_dy, normalized)
     if replica.grad_output is not None:
         dy = replica.grad_output.to(normalized.dtype)

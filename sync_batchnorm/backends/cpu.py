@@ -11,7 +11,7 @@ deviations. So each replica checks whether its fast statistics are precise enoug
 The exact statistics need two more passes over the input: subtract the fast mean, and compute the statistics of the
 difference. They are accurate to 1e-6 for any mean and variance.
 
-Merging does not break this rule: if it holds for every replica, it holds for the whole batch. The merged variance is at
+If the fast statistics are precise in every replica, the merged statistics are precise, too: the merged variance is at
 least the mean of the replicas' variances, and the square of the merged mean is at most the mean of their squared means.
 """
 
@@ -76,8 +76,8 @@ class Cpu(Backend):
 
     def statistics(self, input: Tensor, eps: float) -> tuple["Moments", Tensor | None]:
         (mean, var), memory = fast_moments(input)
-        # First check the statistics of each piece of the input. This check takes two operators, and nearly every input
-        # passes it. If the check fails, merge the statistics of the pieces, and check the merged statistics.
+        # First check whether the statistics of each piece of the input are precise. This takes only two operators, and
+        # is true for nearly every input. Otherwise merge the statistics of the pieces, and check the merged ones.
         if not is_precise(mean, var, eps) and not is_precise(*merge_moments(mean.double(), var, None), eps):
             mean, var = exact_moments(input, mean, memory)
         return (mean, var), memory
@@ -141,7 +141,7 @@ def _sums(replicas: Sequence[BackwardInput], batch: BatchStatistics, dtype: torc
 
 
 def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: torch.dtype) -> AffineArguments:
-    """Return the part of the input gradient that all replicas share: a linear function of the input x.
+    """Return one term of the input gradient: a linear function of the input x, the same for all replicas.
 
     The function is ``-factor / N * (sum dy + (x - mean) * invstd * sum dy_normalized)``, with sums over all replicas.
     If the parameters of replicas differ, the caller multiplies dy by the weights before it adds up dy, and passes the

@@ -8,9 +8,9 @@ stream enters the default stream for the call of a layer:
                                    wait |                       | wait
     default stream                      +--- batch norm --------+
 
-Layers run on default streams, so all tensors of an exchange belong to default streams, and other files need no code for
-streams. If a process runs a single replica, this replica stays on its current stream, so that a CUDA graph can capture
-the layer.
+Layers run on the default stream of each device. So all tensors of an exchange belong to default streams, and only this
+file handles streams. If a process runs a single replica, the layer stays on the replica's current stream, so that a
+CUDA graph can capture it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -45,7 +45,7 @@ class WorkspacePool:
     """
 
     def __init__(self) -> None:
-        self.workspaces: dict[ref[Lease], Workspace] = {}  # each workspace of the pool, by its latest lease
+        self.workspaces: dict[ref[Lease], Workspace] = {}  # all workspaces of the pool, each under its latest lease
         self._ended: list[ref[Lease]] = []
 
     def take(self, lease: "Lease") -> "Workspace":
@@ -142,7 +142,7 @@ class Lease:
 class LeasedPair(tuple[Tensor, ...]):
     """A pair of tensors in a workspace (reusable memory). The pair holds the lease, so the workspace stays in use.
 
-    The pair refers to the lease of the workspace. So no exchange can reuse the memory while the pair is alive.
+    The pair keeps the lease of its workspace alive, so no exchange can reuse the memory as long as the pair exists.
     """
 
     lease: Lease

@@ -102,9 +102,9 @@ class Operation:
     called: Any = None  # the call as (torch function, args, kwargs); None for a call of a submodule
     on_one: "Operation | None" = None  # the same operation on one device, or None if one device has not run it
     rows: Rows = WHOLE  # which rows of the batch are in the replica's chunk
-    # The inputs that differ from one device, each as a pair (in the replica, on one device). If the input is a number
-    # or string, the pair holds its two values. If the input is a tensor, the pair holds the two operations that
-    # computed it; None stands for an operation outside the observed code.
+    # The inputs that differ from one device, as pairs (in the replica, on one device). A pair for a number or string
+    # holds the two values. A pair for a tensor holds the two operations that computed the tensor; None stands for an
+    # operation outside the observed code.
     different_inputs: list[tuple[Any, Any]] = field(default_factory=list)
     # If an input is a similarity matrix, with an entry for each pair of samples, this is the operation that computed
     # it.
@@ -130,20 +130,21 @@ class Operation:
         return self.on_one is not None and not self.origins()
 
     def gets_the_same_floats(self) -> bool:
-        """Return whether `gets_the_same` is true, and the result has no integer or boolean tensors."""
+        """Return whether inputs from other operations agree with one device, and the result holds only float or complex
+        tensors."""
         results = tensors_of(self.on_one and self.on_one.result)
         return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
     def roots(self) -> "set[Operation | None]":
-        """Return the operations that first caused the differences in the inputs.
+        """Return the operations in which the wrong inputs of this operation begin to differ from one device.
 
         None stands for an operation that is unknown.
         """
         pairs = self.origins()
         origins = {here if here and here.on_one is there and here.differs else None for here, there in pairs}
         roots = {root for origin in origins for root in (origin.roots() if origin else {None})} or {self}
-        # If all wrong inputs come from one operation, but the errors in the inputs of that operation begin in several
-        # places, return that operation.
+        # One operation may have computed all wrong inputs, from inputs that went wrong in several other operations. In
+        # this case, return that one operation.
         return roots if len(roots) == 1 or len(origins) > 1 else origins
 
     def has_size_of_values(self) -> bool:
@@ -298,8 +299,8 @@ class CorrectOperations(_OperationMode):
         self.candidates = dict[Place, Operation]()
         self.is_right = False  # whether the output of the observed call agrees with one device
         self.output: Any = None  # output of the observed call
-        # A stand-in for an operation after the observed module call, with the output of this call as its input. The
-        # search for a line that ran only on one device, or only in the replica, starts here and goes backwards.
+        # A stand-in for an operation after the end of the observed module call: its input is the output of this call.
+        # The search for a line that ran only on one device, or only in the replica, goes back from here.
         self.of_output: Operation | None = None
 
     def end(self, call: ModuleCall, output: Any) -> Any:
@@ -320,8 +321,8 @@ class CorrectOperations(_OperationMode):
             self._compare_inputs(operation, arguments, other.arguments, rows)
             if operation.gets_the_same() and not operation.gets_another():
                 return
-        # In a backward pass, the hooks of all replicas run in any order, so the n-th run of a line in replicas need not
-        # belong to the n-th run on one device.
+        # In a backward pass, gradient hooks run in an arbitrary order. So the n-th call of a line in replicas may
+        # belong to another call than the n-th on one device.
         if not same or not self.key:
             operation.on_one = None
 

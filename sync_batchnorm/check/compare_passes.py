@@ -108,7 +108,7 @@ class Check:
             self.note_rows(wrapper_like(wrapper, self.model, self.replicas), *copied(arguments, dtype))
 
     def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
-        """Set `rows` and `pads` of this check from the arguments of a wrapper.
+        """Record which rows of the batch each replica gets, and whether the shapes of samples differ.
 
         If the wrapper is a submodule of the model, its arguments are known only in a forward pass. In this case, a hook
         of the wrapper calls this method.
@@ -258,8 +258,8 @@ def _numbers_in(output: Any) -> dict[str, Tensor]:
 def _unseen_in(output: Any) -> dict[str, str]:
     """Return those objects in an output of the model that may hold tensors which the check cannot find.
 
-    The result maps the path of each such object to the name of its class. If the output holds no tensor, number or
-    string, nothing in it can be compared. In this case, the result holds all objects of the output.
+    The result maps the path of an object in the output to the name of its class. If the output holds no tensor, number
+    or string, the check cannot compare anything, and the result holds all objects of the output.
     """
     tree = Tree(output, path=("output",), is_output=True)
     compared = [leaf.path for leaf in tree.leaves if isinstance(leaf.value, (Tensor, *SCALARS))]
@@ -290,7 +290,7 @@ class Difference(NamedTuple):
     """One difference between the results of a pass on one device and in replicas."""
 
     kind: str  # kind of the result, such as "output" or "gradient" (see `Observed`)
-    name: Any  # name of the result; None if it has no name: a random loss, or a different number or shapes of outputs
+    name: Any  # name of the result; None for a random loss, and for a wrong number of outputs or wrong shapes
     text: str  # the difference in words
 
 
@@ -315,7 +315,7 @@ def differences(
     sizes = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}
     for (kind, name), actual, expected in pairs_of(many, one):
         if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:
-            continue  # Scalars, one from each replica, are not compared here, but as parts of the loss.
+            continue  # A scalar from each replica is not compared here, but as a part of the loss.
         rounding_of_largest = _ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
         size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
@@ -388,7 +388,7 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
 def scalars(one: Observed, many: Observed) -> Iterator[tuple[Tensor, Tensor, str]]:
     """For each scalar output of the replicated module, yield (values in replicas, value on one device, name).
 
-    A scalar is left out if all replicas and one device return the same value, as for a learned temperature.
+    Leave out scalars that are equal in all replicas and on one device, such as a learned temperature.
     """
     parts, on_one = many["returned"].values(), one["returned"].get(0, {})
     for path, tensor in on_one.items() if parts else ():
@@ -422,7 +422,7 @@ def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
 def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey, float]:
     """Run the pass with slightly changed parameters, and return the change of each result, times a safety margin.
 
-    A result has two changes, one in replicas and one on one device. The larger of the two counts.
+    Each result is computed in replicas and on one device. Return the larger of its two changes.
 
     Args:
         check: the model and options of the check.
@@ -441,7 +441,7 @@ def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey
 def _is_state(check: Check, index: int, pair: Pair, name: str) -> bool:
     """Return whether a buffer carries state, so that its value before a pass affects its value after the pass."""
     side = TwinRun(check, True, index)
-    with suppress(Exception):  # `forward` may raise an error for the changed value.
+    with suppress(Exception):  # `forward` may raise an error, because the buffer has another value.
         buffer = dict(side.module.named_buffers())[name]
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
         return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))

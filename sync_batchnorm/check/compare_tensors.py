@@ -199,8 +199,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def is_unsplit(argument: Any, on_one: Any, total: int) -> bool:
     """Return whether the wrapper failed to split an argument that has an entry for each sample.
 
-    The argument may be a tensor or a list with an entry for each sample, or a container of such tensors and lists. A
-    list of tensors is not meant: the wrapper splits the rows of each tensor in it.
+    The argument may be a tensor, or a list with an entry for each sample, or a container with such tensors or lists
+    inside. A list of tensors is split in another way (the rows of each tensor are split), so the result is False for
+    it.
 
     Args:
         argument: an argument of the replica.
@@ -219,7 +220,7 @@ def is_unsplit(argument: Any, on_one: Any, total: int) -> bool:
 def gap_text(output: Any, on_one: Any, rows: Rows) -> tuple[str, str]:
     """Compare a replica's output with one device; return (name of the tensor with the largest gap, gap in words).
 
-    If all tensors of the output agree with one device, both strings are empty.
+    If all tensors of the output agree with one device, return two empty strings.
     """
     names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
     largest_gap, description = 0.0, ("", "")
@@ -256,7 +257,7 @@ def fits(actual: Tensor, right: Tensor) -> bool:
 def corrected(actual: Tensor, right: Tensor) -> Tensor:
     """Return a tensor that has the values of `right`, and can replace the wrong tensor `actual` in the graph.
 
-    In the backward pass, the gradient of the returned tensor flows on to `actual`, as if nothing had been replaced.
+    Gradients for the returned tensor flow on to `actual` in the backward pass, as if nothing had been replaced.
 
     Args:
         actual: the wrong tensor, in the graph.

@@ -37,7 +37,8 @@ from .compare_tensors import SCALARS, WHOLE, agree, leaves_by_path
 
 __all__: list[str] = []
 
-_MOST = 5  # At most this number of operations is patched, because each patch costs a pass. The number is arbitrary.
+# At most this number of operations is replaced by right results, each in a pass of its own. The number is arbitrary.
+_MOST = 5
 
 RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
 SEEDED = "it draws the same random numbers in each replica, because of a seed or a generator of its own"
@@ -116,9 +117,9 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
     candidates = [*filter(Operation.gets_the_same_floats, together.candidates.values() if together else ())]
     for operation in candidates[:_MOST]:
         alone = patch_alone(operation)
-        # A patch replaces the result of one operation by the right result. If the patch of an operation alone makes the
-        # output right, the message names this operation. It also names the operation if its patch alone changes the
-        # output, and all patches together make the output right.
+        # A patch replaces the result of one operation by the right result. The message names an operation if its patch
+        # alone makes the output right. It also names an operation whose patch alone changes the output, if the patches
+        # of all operations together make the output right.
         contributes = alone and together and together.is_right and not agree(alone.output, as_it_is.output)
         if alone and (alone.is_right or contributes):
             return _line_of(operation)
@@ -133,10 +134,11 @@ def _origin_of(operation: Operation) -> Operation | None:
     roots = operation.roots()
     root = next(iter(roots)) if len(roots) == 1 else None
     if any(root and root.synchronizes for root in roots):
-        # The wrong input comes from a synchronized layer. In this replica, the layer gets the same inputs as on one
-        # device, so the fault lies in another replica.
+        # A synchronized layer computed the wrong input. In this replica, the inputs of that layer are right, so the
+        # fault lies in another replica.
         return None
-    # If `root` selects rows by their values, as `nonzero` does, its result may have another shape without being wrong.
+    # The operation `root` may select rows by their values, as `nonzero` does. Then its result may have another shape
+    # than on one device without being wrong.
     if root and not root.fits and root.has_size_of_values():
         root = None if any(here and here.fits for here, _ in operation.origins()) else operation
     # If `operation` itself is the call of a submodule, do not return it. All module calls were compared before this
@@ -163,8 +165,8 @@ def _line_of(operation: Operation) -> tuple[str, Operation]:
 def _line_not_run(mode: CorrectOperations, number: int) -> tuple[str, Operation | None]:
     """Return (message, operation) for a line that either one device or the replica has not run, or ("", None).
 
-    The search goes back from the output of the module call, from operation to operation, as long as one device
-    and the replica ran the same operation.
+    Start at the output of the module call, and go back to earlier operations, as long as the replica and one device
+    both ran the operation.
     """
     operation = here = there = mode.of_output
     while operation and len(origins := {*operation.origins()}) == 1:

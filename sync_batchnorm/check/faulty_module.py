@@ -86,9 +86,9 @@ class Investigation:
         # does not quote the shapes.
         if self._hooks and name is None:
             what = "outputs differ"
-        # If the loss is the first result that differs, all outputs agree, and no module is at fault. So search for a
-        # faulty module only if the check cannot be sure that all outputs agree: if a replica returned a wrong scalar,
-        # or if outputs have classes that the check cannot compare.
+        # If the loss is the first wrong result, all outputs are right, and usually no module is at fault. So do not
+        # search for a faulty module. There are two exceptions: a replica returned a wrong scalar, or an output has a
+        # class that the check cannot compare.
         is_inside = evidence or kind != "loss" or self._of_one["unseen"]
         where, cause = self._where(self._state()) if is_inside else ("", "")
         if where:
@@ -118,9 +118,9 @@ class Investigation:
         kind, name = self._difference[:2]
         why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
-        # The cause from `cause_of` is wrong in two cases. First, it blames a buffer that changes in place, which is no
-        # fault in a synchronized layer. Second, it blames the user's loss function, which may get a list from the
-        # user's `gather`, but gets a tensor on one device.
+        # `cause_of` may name a wrong cause in two cases. First, it blames a buffer that changes in place, although a
+        # synchronized layer may change its buffers. Second, it blames the user's loss function, although a `gather` of
+        # the user may pass a list to this function, and one device passes a tensor.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 

@@ -49,9 +49,9 @@ def seed(number: int) -> None:
         numpy.random.seed(number)
 
 
-# The check puts a hook on each module. In a replica's thread, the hook needs the `CheckMode` of this thread. Torch
-# passes each call of an overridable function to the function mode of the thread. So the hooks call the following
-# function, which is made overridable.
+# The check puts a hook on each module. In a replica, this hook must tell the `CheckMode` of the replica's thread about
+# the call. Torch passes calls of overridable functions to the function mode of the thread. So the hook is an
+# overridable function.
 @wrap_torch_function(lambda name, *_: (name,))
 def notify_module_call(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
     """Tell the function mode of this thread that a module call begins, or, if `output` is given, that it has ended."""
@@ -216,7 +216,7 @@ class Twin:
                 module.register_forward_hook(partial(notify_module_call, name), with_kwargs=True, always_call=True)
 
     def _take_over_attributes(self, model: nn.Module) -> None:
-        """Copy the user's attributes of parameters and buffers, and record the order in which gradients arrive."""
+        """Copy the user's attributes of parameters and buffers. Register hooks that record the order of gradients."""
         originals: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in self.module.named_parameters():
             if originals[name].requires_grad:  # A copied scripted module loses `requires_grad`.
@@ -266,7 +266,8 @@ class Twin:
 
     @torch.no_grad()
     def move_constants(self, is_moved: bool) -> None:
-        """Perturb parameters with equal entries: a weight of zeros, for example, hides errors of earlier layers."""
+        """Perturb parameters whose entries are all equal. A weight of zeros, for example, would hide errors of earlier
+        layers."""
         for name, parameter in self.module.named_parameters():
             if is_moved and _trains(parameter) and bool(parameter.eq(first := parameter.flatten()[0]).all()):
                 size = (0.1 * first.abs()).clamp(min=0.02) * (0.5 + _numbers_like(parameter, name).abs())
@@ -345,7 +346,8 @@ def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
     # In the backward pass, activation checkpointing runs parts of the forward pass again. These parts need the torch
     # function mode `mode`, too.
     with mode:
-        torch.autograd.backward(edge)  # A tensor in place of the edge would switch off the mode.
+        # `backward` of a tensor would switch off the function mode, but not `backward` of its graph edge.
+        torch.autograd.backward(edge)
     for leaf, grad in grads:
         leaf.grad = grad
 
@@ -429,9 +431,8 @@ def pads_samples(parallel: CheckedWrapper, inputs: Any, kwargs: Any) -> bool:
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:
     """Return the number of rows in each of the chunks that the user's own `scatter` has made.
 
-    A dimension holds samples if its sizes in all chunks add up to a size in the batch, as 2 + 2 + 1 rows add up to 5.
-    The sizes in the first such dimension are returned. If no tensor has such a dimension, the lengths of lists are
-    returned.
+    The chunks are compared along the first dimension whose sizes add up to a size in the batch, as 2 + 2 + 1 rows add
+    up to 5. If no tensor has such a dimension, return the lengths of lists.
 
     Args:
         chunks: a list of pairs (args, kwargs), one pair for each chunk.

@@ -9,9 +9,9 @@ computes two sums for each replica, adds up the sums of all replicas, and comput
                                             |--> total --|
     grad_output of replica 1 ---> sums 1 ---+           +---> grad_input of replica 1
 
-The node reads each replica's input and weight from a `Saved` object. Replica 0 prepares everything else for the
-backward pass, on every device, before it answers the other replicas. After the answer, it may be too late: one replica
-may start a backward pass before the threads of the other replicas wake up.
+The node reads each replica's input and weight from a `Saved` object. Replica 0 prepares all other data for the backward
+pass, on every device, before it sends its answers. A replica that got its answer may start a backward pass at once,
+even if the threads of the other replicas have not continued yet.
 
 NOTE [who saves]: The obvious way to save input and weight for the backward pass is `ctx.save_for_backward` in the node
 of the call. This fails in two ways. First, the saved-tensor hooks of every replica would run in the thread of replica
@@ -88,9 +88,8 @@ class Saved:
         # The saved input; None after a backward pass without `retain_graph`. With saved-tensor hooks, an autograd node
         # saves the input, and this attribute holds the output of that node instead.
         self.kept: Any = input
-        # A backward pass drops the saved input, but never the saved weight, which is a small vector. If two threads run
-        # backward passes, one thread may already have read the input, but not the weight. So the other thread must not
-        # drop the weight.
+        # A backward pass drops the saved input, which is large, but not the saved weight, which is a small vector. If
+        # it dropped both, a backward pass in a second thread might find the input, but no weight.
         self._weight = weight
         self._input_version, self._weight_version = input._version, 0 if weight is None else weight._version
         if has_hooks:

@@ -80,10 +80,9 @@ def _exchange_without_modes(
 ) -> Tensor:
     """Exchange on the default streams, without autocast, and without the modes of a checkpoint; see NOTE [streams].
 
-    The dispatch modes of a selective checkpoint count the operators of its forward pass, and expect the same operators
-    in the recomputation. But a recomputation of this layer does not exchange, so it runs fewer operators. The modes
-    would also keep the results of operators, including memory that is filled only later. So the exchange runs without
-    these modes.
+    The dispatch modes of a selective checkpoint record the operators of the forward pass, and expect the same operators
+    in the recomputation. But a recomputation of this layer runs fewer operators, because it does not exchange. And the
+    modes would save results of operators before their values are computed. So the exchange runs without these modes.
 
     The exchange also runs without autocast. Autocast would change the dtype when the statistics of replicas are
     concatenated, or refuse tensors of other dtypes.
@@ -100,7 +99,7 @@ def _exchange(
 ) -> Tensor:
     """Compute the statistics of one replica's input, exchange them, and return the output of this replica.
 
-    If there are other replicas, replica 0 computes the output and sends it back in its answer.
+    Replica 0 computes the outputs of all replicas. The other replicas get their output as its answer.
     """
     device, channels, elements, memory = input.device, input.shape[1], 0, None
     master_device = connection.master_device or device
@@ -176,9 +175,9 @@ def merge_replicas(
         saved_of_first.pack()
     normalized = first.backend.normalize(calls, batch)
     merged = batch, (statistics, counts, total)
-    # Answer with the merged statistics only if an activation checkpoint may repeat this call: if saved-tensor hooks are
-    # set, or if no graph is recorded. In all other calls, the merged statistics would only keep the messages of all
-    # replicas in memory.
+    # An activation checkpoint may repeat this call later, and then needs the merged statistics. The call is in a
+    # checkpoint if saved-tensor hooks are set, or if no graph is recorded. In other calls, leave the merged statistics
+    # out of the answer: they would keep the messages of all replicas in memory.
     may_repeat = [saved is None or saved.has_hooks for _, saved in sent]
     outputs = connect_to_graph(sent, normalized, batch)
     answers = [(output, merged if repeats else None) for output, repeats in zip(outputs, may_repeat, strict=True)]

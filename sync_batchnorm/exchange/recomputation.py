@@ -11,13 +11,13 @@ that the replica got in the forward pass. The connection of the replica remember
 If the forward pass called the layer several times, as in a siamese net, several calls are remembered. The repeated call
 looks for the one whose input had the same statistics.
 
-The repeated call returns the same values as the call in the forward pass, and saves the same tensors. But its output
-must not be differentiated: the gradients would be those of one replica alone, without the sums of the other replicas. A
-reentrant checkpoint would do this, so `_refuse_gradient` raises an error in its backward pass.
+The repeated call returns the same values as the call in the forward pass, and saves the same tensors. But nobody must
+differentiate its output, as a reentrant checkpoint does: the gradients would be those of one replica alone, without the
+sums of the other replicas. So `_refuse_gradient` makes such a backward pass raise an error.
 
-On one device, torch's batch norm updates the running statistics a second time in a recomputation. The recomputation in
-replica 0 does the same: it merges the remembered statistics of all replicas again. The update comes before the tensors
-are saved, because a checkpoint ends the recomputation once the last tensor is saved.
+Torch's batch norm updates the running statistics again in a recomputation. To do the same, the recomputation in replica
+0 merges the remembered statistics of all replicas again. The update comes before the tensors are saved: once the last
+tensor is saved, a checkpoint ends the recomputation.
 
 In a process with a single replica, a recomputation does exchange again with the other processes. This cannot deadlock,
 because all processes recompute the same layers in the same order.
@@ -41,7 +41,8 @@ FUNCTIONS = (
 
 
 def recompute(call: ReplicaCall, saved: Saved | None) -> Tensor:
-    """Repeat a call of the forward pass: normalize the input with the remembered answer, and save the tensors again."""
+    """Recompute a call of the forward pass: normalize the input with the statistics from the remembered answer, and
+    save the tensors again."""
     if call.layer.running is not None:
         call.backend.merge(*_find_repeated(call).gathered, call.layer)
     if saved is not None and saved.has_hooks:
@@ -52,7 +53,7 @@ def recompute(call: ReplicaCall, saved: Saved | None) -> Tensor:
 
 
 def _find_repeated(call: ReplicaCall) -> RememberedCall:
-    """Return the data remembered from the forward pass about the call that `call` repeats.
+    """Return the remembered data of the earlier call that is repeated as `call`.
 
     If the layer was called several times, choose the call whose input had the same statistics as the input of `call`.
     """
@@ -86,8 +87,8 @@ def _refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
 class _Refuse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, constant: tuple[Tensor], source: Tensor, input: Tensor) -> Tensor:
-        # `constant` is a tuple with one tensor. If autograd saw the tensor as an input, it would make the result a view
-        # of this input, and users could not change the view in place.
+        # The tensor is passed in a tuple, so that autograd does not see it as an input. Otherwise autograd would turn
+        # the result into a view of this input, which users cannot change in place.
         return constant[0]
 
     @staticmethod

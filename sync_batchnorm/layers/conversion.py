@@ -145,7 +145,8 @@ def _rebind_methods(modules: Modules, former_classes: Mapping[nn.Module, type[nn
 def _rebind(value: Any, former_classes: Mapping[nn.Module, type[nn.Module]]) -> Any:
     """If `value` is a bound method of a converted layer, return the same method of the layer's new class.
 
-    Do the same for the method inside a `functools.partial`. Return any other value unchanged.
+    For a `functools.partial` of such a method, return the same partial of the new method. Return any other value
+    unchanged.
     """
     if isinstance(value, functools.partial):
         function = _rebind(value.func, former_classes)
@@ -284,8 +285,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
     @functools.wraps(init)
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # A class that is defined while this patch is active may keep a reference to this `__init__`. After the end of
-        # the patch, `is_open` is False, and `__init__` converts no more layers.
+        # A class that is defined while this patch is active may store this `__init__` in a variable. It must not
+        # convert layers after the end of the patch, when `is_open` is False.
         if is_open and not isinstance(self, nn.SyncBatchNorm) and (reason := _convert(self, {}, {})):
             warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 

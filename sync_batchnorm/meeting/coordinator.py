@@ -108,7 +108,8 @@ class Coordinator:
     def runs_here(self, number: int) -> bool:
         """Return whether the current thread is the thread that runs this replica.
 
-        Threads that the replica has started do not count, although they may inherit its context variables.
+        Other threads that the replica has started may inherit its context variables. The result is False in these
+        threads.
         """
         return self._listed[number].thread == get_ident()
 
@@ -237,8 +238,8 @@ class Coordinator:
                     order = record.was_released, isinstance(error, ReplicaSyncError), record.number
                     failures.append((order, str(record), error))
                     record.failure = None
-            # If no replica failed, but some replicas did not end in time after the forward pass broke, report the error
-            # that broke the forward pass.
+            # If no replica failed, but the forward pass broke, and some replicas did not end in time, report the error
+            # that broke it.
             if not failures and self.has_given_up:
                 for record in self._records.values():
                     if record.was_released:
@@ -259,7 +260,7 @@ class Coordinator:
                 self._raise_broken(record)
             is_busy = record.waits_in is not None or identifier in rendezvous.messages
             is_ready = self._turns is not None and record in self._turns.ready
-            # A full mailbox holds the answer for another thread of this replica that has exchanged.
+            # If there is an answer in the mailbox, another thread of this replica waits for it.
             if is_busy or is_ready or not record.mailbox.empty():
                 # Release all replicas with an error, because an error in this thread alone may never reach the caller.
                 self._break(

@@ -26,7 +26,7 @@ def strip_frames(error: BaseException, who: str, fact: str = "") -> BaseExceptio
     If an earlier forward pass raised the same exception object, the new note replaces the note of that forward pass.
     """
     notes = vars(error).get("__notes__", [])
-    # If the user set `__notes__` to a value other than a list, no note can be added. In this case, keep the traceback.
+    # No note can be added if the user set `__notes__` to a value other than a list. Then keep the traceback as it is.
     if not isinstance(notes, list):
         return error
     try:

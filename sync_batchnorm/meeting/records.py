@@ -27,16 +27,16 @@ class Rendezvous:
 
     def __init__(self, name: str, master: int) -> None:
         self.name = name
-        # Maps the identifier of each member to the number of the replica.
+        # Maps the identifier of each replica to its number.
         self.members: dict[Hashable, int] = {MASTER: master}
-        self.messages: dict[Hashable, Any] = {}  # maps the identifier of each member to the message that it sent
+        self.messages: dict[Hashable, Any] = {}  # maps the identifier of a replica to the message it sent
         self.call = 1  # the number of the current exchange in this layer
 
     def __str__(self) -> str:
         return f"{self.name}, call {self.call}"
 
     def admit(self, identifier: Hashable, number: int) -> None:
-        """Add a replica to the members of this meeting, under an unused identifier."""
+        """Add a replica as a member, under an identifier that no other member uses."""
         if identifier in self.members:
             raise ValueError(
                 f"expected an identifier that is not registered yet, but got {identifier!r} twice ({self.name}); "
@@ -47,8 +47,8 @@ class Rendezvous:
     def awaited(self) -> list[int]:
         """Return the numbers of the replicas that keep other replicas waiting in the current exchange.
 
-        As long as messages are missing, the other replicas wait for the replicas that did not send a message yet.
-        Afterwards, the slaves wait for the master, whose callback computes their answers.
+        Until all messages are there, the replicas wait for those that did not send a message yet. Afterwards, all other
+        replicas wait for replica 0, whose callback computes the answers.
         """
         missing = [number for identifier, number in self.members.items() if identifier not in self.messages]
         return missing or [self.members[MASTER]]

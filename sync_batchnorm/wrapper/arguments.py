@@ -1,8 +1,8 @@
 """Split the arguments of a call of the wrapper into chunks for replicas, each tensor along its own dimension.
 
 Each tensor is split along its dimension in `in_dims`, or, without an entry in `in_dims`, along `dim` of the wrapper. A
-replica must get rows of the same samples from all tensors. So the wrapper raises an error if two tensors would give a
-replica different fractions of their rows.
+replica must get rows of the same samples from all tensors. So the wrapper raises an error if the numbers of rows of two
+tensors cannot be split in the same proportion.
 """
 
 import functools
@@ -109,8 +109,9 @@ class Arguments:
         if not self._inputs and not self._kwargs:
             return (), ()
         if self._most > 1:
-            # With fewer chunks than devices, the last devices stay unused. `nn.DataParallel` also runs replicas on
-            # these devices: it copies each argument without tensors to all devices, and passes only these copies.
+            # If there are fewer chunks than devices, leave the last devices unused. `nn.DataParallel` behaves
+            # differently: arguments without tensors have a copy on every device, so it also calls the replicas on the
+            # last devices, with these arguments only.
             devices = devices[: len(self.sizes)]
         if len(devices) == 1 and self._are_on(devices[0]):
             return (self._inputs,), (self._kwargs,)
@@ -226,7 +227,7 @@ class Arguments:
     def _outermost_list(self, path: Path) -> Path | None:
         """Return the path of the list that contains a leaf; of several nested lists, the path of the outermost one.
 
-        A list with a dimension in `in_dims` does not count.
+        A list for which `in_dims` names a dimension is skipped.
         """
         return next((path[:i] for i in range(1, len(path) + 1) if path[:i] in self.tree.lists), None)
 

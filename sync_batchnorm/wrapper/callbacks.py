@@ -124,9 +124,9 @@ def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> 
 
 
 def _package_of_pipe(value: object) -> str | None:
-    """Return the name of the other package whose `SyncMaster` or `SlavePipe` the value is.
+    """If the value is a `SyncMaster` or `SlavePipe` of another package, return the name of that package.
 
-    Return None for the classes of this package, and for any other object.
+    Return None for any other value, and for the `SyncMaster` and `SlavePipe` of this package.
     """
     if isinstance(value, (SyncMaster, SlavePipe)):
         return None

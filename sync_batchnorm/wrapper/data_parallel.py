@@ -118,9 +118,9 @@ class AnyDeviceDataParallel(DataParallel[Any]):
 class _ReplicationMixin(DataParallel[Any]):
     """Extend the steps of `DataParallel`, for example by replication callbacks and notes on errors.
 
-    This class is not derived from `AnyDeviceDataParallel`, because a patched object gets a class that is derived from
-    its user's class and from this class. In the method resolution order, `AnyDeviceDataParallel` would then come before
-    the base classes of the user's class, and `super()` in the user's class would skip these base classes.
+    `AnyDeviceDataParallel` is not a base of this class. The class of a patched object is derived from the user's class
+    and from this class. If `AnyDeviceDataParallel` were a base, it would come before the base classes of the user's
+    class in the method resolution order, and `super()` in the user's class would skip them.
     """
 
     # If an object is patched, these classes come after its user's class, and before torch's `DataParallel`.
@@ -195,8 +195,9 @@ class _ReplicationMixin(DataParallel[Any]):
         try:
             contexts = execute_callbacks(replicas, coordinator, pools_of(self))
         except BaseException as error:
-            # A layer may keep its `SyncMaster` although a callback failed. Abort the coordinator, so that a later
-            # exchange through this `SyncMaster` raises an error instead of waiting forever.
+            # If a replication callback fails, layers may keep a `SyncMaster` from the callbacks before. Abort the
+            # coordinator, so that a later exchange through this `SyncMaster` raises an error instead of waiting
+            # forever.
             coordinator.abort(error, 0.0)
             raise
         if not contexts:
@@ -217,9 +218,9 @@ class _ReplicationMixin(DataParallel[Any]):
         describe_split = _default_steps_run.get({}).get((self, "scatter"), str)
         outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [describe_split(), look.note()])))
         look.warn()
-        # If no synchronized layer exchanged in this forward pass, warn about plain batch norms. If the user made the
-        # replicas, do not warn: another coordinator may connect the layers of these replicas. In this case, `original`
-        # is the replica itself.
+        # If no synchronized layer exchanged in this forward pass, warn about plain batch norms. But do not warn if the
+        # user made the replicas (then `original` is the replica itself), because another coordinator may connect their
+        # layers.
         if not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica:
             layers: Any = [it for it in runs[0].replica.modules() if vars(it).get("_sync_connection") is not None]
             if any([layer.training and layer.group_size != 1 for layer in layers]):
@@ -310,7 +311,7 @@ def patch(data_parallel: DataParallel[Any]) -> None:
 
 
 def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
-    """Remove the devices that `nn.DataParallel` does not support from a wrapper whose patch was removed.
+    """After a wrapper's patch is removed, drop its devices that `nn.DataParallel` does not support.
 
     `nn.DataParallel` supports neither the CPU nor several replicas on one device.
     """
@@ -323,13 +324,14 @@ def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
 def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
     """Return a `ReplicaHandle` for each object in `replicas`. All handles belong to one `ForwardPass`.
 
-    A user's `parallel_apply` may replace handles by functions or modules that call the handles. In this case, each
-    object in `replicas` gets a new handle, for the `ReplicaRun` that `replicate` prepared at the same index.
+    A user's `parallel_apply` may wrap the handles from `replicate` in functions or modules of its own. Then make a new
+    handle for each of these functions and modules. The handle belongs to the `ReplicaRun` that `replicate` prepared at
+    the same index.
     """
     if {*map(type, replicas)} == {ReplicaHandle}:
         return list(replicas)
     runs = prepared_runs()
-    # There are no prepared runs if the user made the replicas, or if there is a single chunk.
+    # `replicate` has not prepared any runs if the user made the replicas, or if there is a single chunk.
     if len(runs) != len(replicas):
         originals = [replica if isinstance(replica, nn.Module) else wrapper.module for replica in replicas]
         devices = list(map(as_device, wrapper.device_ids[: len(replicas)]))

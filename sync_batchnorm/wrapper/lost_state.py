@@ -180,7 +180,7 @@ def _lost(replica: nn.Module, state: Snapshot) -> Found:
         for key, old in data.items():
             new: Any = members[key]
             is_replaced = new.data_ptr() != old.data_ptr() and module._parameters.get(key) is new
-            # A parameter is not lost if only the memory of its data changed, but not the values.
+            # Do not warn if only the memory of the parameter's data was replaced, and the values are the same.
             if is_replaced and new.dtype == old.dtype and not torch.equal(new, old):
                 lost[prefix + key] = prefix + key, CHANGE_IN_PLACE
     return lost
@@ -210,15 +210,15 @@ def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: boo
 
 
 class ParameterChanges:
-    """Find parameters that `forward` changes in place, although replicas on one device share the parameters' memory.
+    """Find parameters that `forward` changes in place while replicas on one device share the memory of the parameters.
 
     Replicas on one device run one after another, so each replica repeats the change on the values that the replica
     before left. The repetition may be harmless: a second `clamp_` changes nothing, and the `max_norm` of an embedding
     may change other rows in each replica. The fault is certain only if one turn changes an element of the parameter,
     and a later turn changes the same element again.
 
-    To find elements that change twice, a parameter is copied before and during a forward pass. Copies are made in only
-    a few forward passes, after the first forward pass in which the parameter changed.
+    To find elements that two replicas changed, a parameter is copied before and during a forward pass. This is done in
+    only a few forward passes, after the first forward pass in which the parameter changed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -256,8 +256,7 @@ def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> b
     """Return whether two replicas on the same device have changed the same element of a parameter in place.
 
     `before`, `first` and `last` are values of the parameter at three times: before the forward pass, after the first
-    turn that changed the parameter, and at the end. If `first` and `last` differ only by rounding, this is not a second
-    change.
+    turn that changed the parameter, and at the end. If `first` and `last` differ only by rounding, they count as equal.
     """
     if first is None:  # No replica, or only the last replica, changed the parameter.
         return False
@@ -280,8 +279,8 @@ _ENDS = ("RETURN_", "RAISE_", "STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL")
 def hooks_of(model: nn.Module) -> Iterator[tuple[str, FunctionType, dict[str, Any]]]:
     """Yield (module name, function, variables) for each hook of a model. The dict of variables maps names to values.
 
-    Only hooks written in Python are found. Arguments and local variables of a hook have no values before the hook is
-    called. They are None in the dict, except `self` of a bound method.
+    Only hooks written in Python are found. The variables include arguments and local variables of the hook. Their value
+    is None, because they have no value before the hook is called; only `self` of a bound method has one.
     """
     kinds = [kind for kind in HOOKS if torch.is_grad_enabled() or "backward" not in kind]
     for module, name in names_of_modules(model).items():
@@ -298,9 +297,9 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[str, FunctionType, dict[str, An
 def reads_of(function: FunctionType, variables: Mapping[str, Any]) -> set[tuple[nn.Module, str]]:
     """Return (module, attribute name) for each attribute that a hook certainly reads in every call.
 
-    The search begins at modules that are values of the hook's variables. Only reads at the start of the hook's code are
-    certain. So the search ends at the first branch, and at the first assignment to an attribute or an outer variable.
-    It also ends at the first use of a module's method, because the method could set attributes.
+    The search begins at modules that are values of the hook's variables. It follows only reads that certainly happen,
+    at the start of the hook's code. So it ends at the first branch, and at the first assignment to an attribute or an
+    outer variable. It also ends at the first use of a module's method, because the method could set attributes.
     """
     reads, owner = set[tuple[nn.Module, str]](), cast(Any, None)
     for step in dis.get_instructions(function):

@@ -29,8 +29,8 @@ start the thread of a replica itself. Instead, it starts a helper thread, with t
 is handled in the helper thread, so the helper can start the `Thread` object of the replica. The replica needs a
 `Thread` object because debuggers do not see other threads.
 
-The caller's thread keeps only a weak reference to the `Thread` object. When a `Thread` object is freed, Python code of
-`threading` runs, and an exception of a signal handler in this code would be lost.
+The caller's thread keeps only a weak reference to the `Thread` object, so that it never frees this object. Freeing it
+runs Python code of `threading`, where an exception of a signal handler would be lost.
 """
 
 from _thread import start_new_thread
@@ -187,9 +187,9 @@ class ReplicaRun:
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the replica: call `function` with the modes of the caller's thread, and return its output.
 
-        `function` is the replica, or a function of the user that calls the replica. A replica runs once in a forward
-        pass, and a second call raises an error. One kind of second call is allowed: a call from inside the running
-        replica, in its own thread, calls `function` directly.
+        `function` is the replica, or a function of the user that calls the replica. Each replica runs once in a forward
+        pass, and a second call raises an error. An exception is a call from inside the running replica, in its own
+        thread: it just calls `function`.
         """
         if self.forward_pass.coordinator.runs_here(self.number):
             return function(*args, **kwargs)
@@ -423,7 +423,7 @@ _prepared: ContextVar[Sequence["ref[ReplicaRun]"]] = ContextVar("sync_batchnorm_
 def prepared_runs() -> list[ReplicaRun]:
     """Return the `ReplicaRun` objects of the latest call of `replicate` or `parallel_apply` in this context.
 
-    If the forward pass of these objects is over, return an empty list.
+    After the end of their forward pass, return an empty list.
     """
     runs = [run for reference in _prepared.get() if (run := reference()) is not None]
     return [run for run in runs if not run.forward_pass.coordinator.is_over]

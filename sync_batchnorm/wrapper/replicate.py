@@ -180,9 +180,9 @@ def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devic
     for i, device in enumerate(devices):
         if device in devices[i + 1 :]:
             present, following = tensors[i], tensors[devices.index(device, i + 1)]
-            # Make two views of each parameter: one for this replica, and one from which the next replica on this device
-            # gets its views in the same way. So autograd adds two gradients at a time, and the sums do not depend on
-            # the order in which the replicas run.
+            # Make two views of each parameter. The first is for this replica. The second is for the next replica on
+            # this device, and is split into two views in the same way. So autograd adds two gradients at a time, and
+            # the sums do not depend on the order in which the replicas run.
             for key in differentiable:
                 tensor = present[key]
                 is_sparse = tensor.layout != torch.strided  # Sparse tensors do not support views.

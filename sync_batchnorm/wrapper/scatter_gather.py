@@ -157,9 +157,9 @@ def _shown(leaf: Leaf | None) -> str:
 def _is_misplaced(leaf: Leaf) -> bool:
     """Return whether a leaf of a replica's output is forbidden, because gathering would lose its values.
 
-    Gathering keeps only replica 0's value of a leaf that is no tensor. So a number is forbidden: as a count or a loss,
-    it may differ between replicas. Other objects, such as strings, are allowed inside a mapping or dataclass, and
-    wherever `out_dims` names them.
+    Gathering keeps only replica 0's value of a leaf that is no tensor. So a number is forbidden, because it may differ
+    between replicas, like a count or a loss. An object of another class, such as a string, is allowed inside a mapping
+    or dataclass, and wherever `out_dims` names it.
     """
     value = leaf.value
     if leaf.dim is None or value is None or isinstance(value, (Tensor, list)):
@@ -179,8 +179,8 @@ def _is_number(value: Any) -> bool:
 def _agree(leaf: Leaf, other: Any) -> bool:
     """Return whether a leaf of replica 0's output can be gathered with `other`, the same leaf of another replica.
 
-    For a tensor, the other replica only has to return a tensor, too, because both are concatenated. The same is true
-    for a list with an entry for each sample. Any other leaf must have the same value in both replicas.
+    A tensor can be gathered with any tensor, because both are concatenated, and a list with an entry for each sample
+    with any such list. Any other leaf must have the same value in both replicas.
     """
     value = leaf.value
     if (isinstance(value, Tensor) and leaf.dim is not None) or leaf.splits_by_entry():
