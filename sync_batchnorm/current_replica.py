@@ -34,10 +34,10 @@ def is_in_replica() -> bool:
     return current_run() is not None
 
 
-# `torch.compile` cannot trace a `ContextVar`. The attribute `_dynamo_marked_constant` tells the compiler to call
-# `is_in_replica` once, during the compilation, and to keep the result as a constant. So code that was compiled outside
-# replicas does not call `is_in_replica` again when it runs inside a replica. `torch.compiler.assume_constant_result`
-# sets the same attribute, but imports the compiler.
+# `torch.compile` cannot trace a `ContextVar`. With the attribute `_dynamo_marked_constant`, the compiler calls
+# `is_in_replica` once, during the compilation, and takes the result for a constant. So compiled code does not notice
+# whether it runs in a replica. `torch.compiler.assume_constant_result` sets the same attribute, but imports the
+# compiler.
 vars(is_in_replica).update(_dynamo_marked_constant=True)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 __all__: list[str] = []
 
 _PACKAGE = __name__.removesuffix("messages")
-# The texts of all warnings that were issued. The value identifies the call of `warn_once` that issued the warning.
+# Maps the text of each warning that was issued to an object that stands for the call of `warn_once`.
 _issued: dict[str, object] = {}
 _collected: ContextVar[dict[str, None] | None] = ContextVar("sync_batchnorm_collected_warnings", default=None)
 
@@ -29,7 +29,7 @@ def warn(text: str) -> None:
 def warn_once(text: str) -> None:
     """Issue a `UserWarning` unless this process has issued the same text before.
 
-    If several threads issue the same text at the same time, only one of them issues the warning.
+    If several threads warn with the same text at the same time, only one warning is issued.
     """
     mine, collected = object(), _collected.get()
     if collected is not None:
@@ -70,7 +70,7 @@ def check_module(module: object) -> None:
 def in_transform_error(called: str) -> RuntimeError:
     """Return the error for a call inside a transform of `torch.func`, such as `vmap`.
 
-    Replicas run in other threads, where the transform is not active. Their results would be wrong.
+    A transform acts on the caller's thread only. Replicas run in other threads, and would return wrong results.
     """
     return RuntimeError(
         f"expected replicas outside the transforms of torch.func, but got a call of {called} inside one, such as "

@@ -148,7 +148,7 @@ def active_group(process_group: Group | None) -> Group | None:
 def _number_or_proposal(peers: Peers) -> float:
     """Return the number that identifies the layer in its process group.
 
-    If the layer has no number yet, return the negative of the next unused number, as a proposal.
+    If the layer has no number yet, return a proposal: the next unused number, as a negative number.
     """
     numbers = _numbers.setdefault(peers.group, WeakKeyDictionary())
     return numbers.get(peers.layer()) or -1 - max(numbers.values(), default=0)
@@ -160,11 +160,12 @@ def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
     If processes sent different numbers, they called different layers, and each process raises an error. The error names
     the layer of this process only: in another process, the same number may belong to another layer.
 
-    If this process has no number for the layer, it takes the number from the other processes. This happens if one
-    process continues with a new copy of its model. If no process has a number for the layer, all processes take the
-    largest proposed number, which none of them uses yet.
+    If the layer has no number in this process, use its number in the other processes. This happens if one process
+    continues with a new copy of its model. If the layer has no number in any process, use the largest proposed number,
+    which is unused in all of them.
 
-    One mistake is not detected: a process that calls two layers in the wrong order, from its first forward pass on.
+    One mistake is not detected: if a process calls two layers in the wrong order, from its first forward pass on, the
+    two layers get each other's numbers.
     """
     known = {number for number in numbers if number > 0}
     if len(known) > 1:
@@ -182,8 +183,8 @@ def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
 class _AllReduce(torch.autograd.Function):
     """Add up a tensor over all processes.
 
-    The tensor of each process contributes to the losses of all processes. So the gradient of this tensor is a sum over
-    all processes, too.
+    The tensor of each process contributes to the losses of all processes. So its gradient must be summed over all
+    processes.
     """
 
     @staticmethod

@@ -53,8 +53,8 @@ count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Returns whether the running backward pass retains the graph. Without this function, a backward pass would have to keep
 # all saved inputs.
 retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-# Returns the saved-tensor hooks that are set in this thread, or None. Without this function, the hooks of a checkpoint
-# would not get the tensors that this library saves.
+# Returns the saved-tensor hooks that are set in this thread, or None. Without this function, the library could not pass
+# the tensors that it saves to these hooks, as a checkpoint needs.
 saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 # Returns whether the running backward pass executes a given node of the graph. Without this function, every backward
 # pass would compute the gradients of all inputs, even those that nobody needs.
@@ -74,7 +74,8 @@ def fast_apply(function: type[torch.autograd.Function]) -> Any:
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has gradient hooks.
 
-    This matters for broadcasts: autograd calls a hook with None if only other outputs of its node get gradients.
+    A node with several outputs may get gradients for only some of them. Autograd then calls the hooks of the other
+    outputs, too, with None.
     """
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
@@ -114,7 +115,7 @@ REASON = (  # The compiler shows this text with `fullgraph=True`.
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that `torch.compile` never compiles it.
 
-    `torch.compiler.disable` decorates a function to the same effect, but makes each of its calls slower.
+    `torch.compiler.disable` has the same effect, but makes each call of the function slower than this decorator does.
     """
     disabled: Callable[P, R] | None = None
 

@@ -226,8 +226,8 @@ def children_of(tree: Any) -> dict[Any, Any]:
 def holds_tensors(tree: Any) -> bool:
     """Return whether an object holds tensors, directly or in nested containers. No method of the object is called.
 
-    The search skips modules, classes, functions and other callables. But it includes collections that are callable,
-    such as the graph objects of PyTorch Geometric.
+    Do not search for tensors in modules, classes, functions and other callables. But search in collections that are
+    callable, such as the graph objects of PyTorch Geometric.
     """
     nodes, seen = [tree], {id(tree)}
     for node in nodes:  # The loop appends to the list over which it runs, and so visits the children of each node, too.

@@ -145,7 +145,7 @@ class BatchStatistics(NamedTuple):
     parameters_differ: bool  # whether replicas may use different weights or biases in this call
     # A function that adds up a tensor over all processes; None if there are no other processes.
     reduce: Callable[[Tensor], Tensor] | None
-    # Keeps the memory of `mean_invstd` in use; later exchanges may overwrite the memory once the lease is gone.
+    # Keeps the memory of `mean_invstd` in use; without it, a later exchange may overwrite the memory.
     lease: Lease
 
     @property
@@ -331,8 +331,8 @@ def _input_gradient(replica: BackwardInput, normalized: Tensor, invstd: Tensor, 
     replicas.
     """
     mean_dy, mean_dy_normalized = means.to(replica.input.device, non_blocking=True).chunk(2)
-    # The result of an expression gets the memory format of its first operand. So the first operand must be as large as
-    # the input.
+    # In an expression, torch uses the memory format of the first operand. So the first operand must be as large as the
+    # input.
     grad_input = normalized * -per_channel(mean_dy_normalized, normalized) - per_channel(mean_dy, normalized)
     if replica.grad_output is not None:
         dy = replica.grad_output.to(normalized.dtype)

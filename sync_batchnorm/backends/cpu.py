@@ -8,8 +8,8 @@ deviations. So each replica checks whether its fast statistics are precise enoug
                           |                                |
                           +--------- yes ------------------+--> send (mean, variance)
 
-The exact statistics need two more passes over the input: subtract the fast mean, and compute the statistics of the
-difference. They are accurate to 1e-6 for any mean and variance.
+If the fast statistics are not precise, exact ones are computed in two more passes over the input: subtract the fast
+mean, and compute the statistics of the difference. They are accurate to 1e-6 for any mean and variance.
 
 If the fast statistics are precise in every replica, the merged statistics are precise, too: the merged variance is at
 least the mean of the replicas' variances, and the square of the merged mean is at most the mean of their squared means.
@@ -58,9 +58,8 @@ AffineArguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def as_batch_norm_arguments(slope: Tensor, offset: Tensor) -> AffineArguments:
     """Return the arguments with which the batch norm operator of torch computes ``x * slope + offset``.
 
-    The arguments are weight, bias, mean and variance, ``(C,)`` each, and an empty tensor. In a training step, the
-    operator would write its statistics into the fifth tensor. Here it computes no statistics, and leaves the tensor
-    empty.
+    The arguments are weight, bias, mean and variance, ``(C,)`` each, and an empty tensor for the statistics that the
+    operator computes in a training step. Here it computes none.
     """
     return slope, offset, torch.zeros_like(slope), torch.ones_like(slope), slope.new_empty(0)
 
@@ -134,14 +133,14 @@ def _sums(replicas: Sequence[BackwardInput], batch: BatchStatistics, dtype: torc
     for replica in replicas:
         vectors += gradient_sums(replica.grad_output, replica.input, rounded_mean, rounded_invstd)
     sums = torch.stack(vectors).double().view(-1, 2, len(mean))  # (2 * R, C) -> (R, 2, C)
-    # The sums were computed with a rounded mean, and this rounding shifts all normalized values of a channel by the
-    # same amount. Correct the sums of `dy * normalized` for this shift.
+    # The sums were computed with a rounded mean, so all normalized values of a channel are shifted by the same small
+    # amount. Correct the sums of `dy * normalized` for this shift.
     sums[:, 1].addcmul_(sums[:, 0], (rounded_mean - mean) * invstd)
     return sums
 
 
 def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: torch.dtype) -> AffineArguments:
-    """Return one term of the input gradient: a linear function of the input x, the same for all replicas.
+    """Return the second term of the input gradient, which is the same linear function of the input x in all replicas.
 
     The function is ``-factor / N * (sum dy + (x - mean) * invstd * sum dy_normalized)``, with sums over all replicas.
     If the parameters of replicas differ, the caller multiplies dy by the weights before it adds up dy, and passes the
@@ -150,8 +149,8 @@ def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: t
     mean, invstd = batch.mean_invstd[batch.master_device]
     terms = batch.complete(sums.sum(0)) * factor
     offset, normalized_term = terms.div_(-batch.elements).unbind()
-    # The result is `input * slope + offset`, and the offset contains `-mean * slope`. Both products use the same
-    # rounded slope, so they cancel to the last digit if an input value is equal to the mean.
+    # The result is `input * slope + offset`, where the offset contains `-mean * slope`. Both use the same rounded
+    # slope. So if an input value is equal to the mean, its two products cancel exactly.
     slope = (normalized_term * invstd).to(dtype)
     offset = torch.addcmul(offset, slope, mean, value=-1).to(dtype)
     return as_batch_norm_arguments(slope, offset)
@@ -174,8 +173,8 @@ def apply_affine(input: Tensor, affine: AffineArguments, out: Tensor | None = No
         return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
     options = zeros, ones, False, UNUSED_MOMENTUM, 0.0  # running mean and variance, training, momentum, eps
     if out is None:
-        # Unlike the operator that writes into `out`, this operator works for batched gradients
-        # (`is_grads_batched=True`), too.
+        # For batched gradients (`is_grads_batched=True`), use this operator. The operator that writes into `out` does
+        # not work for them.
         out, _, _ = torch.native_batch_norm(input, slope, offset, *options)
     else:
         _normalize_into(input, slope, offset, *options, out=out, save_mean=unused, save_invstd=unused)
@@ -205,9 +204,9 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
             mean, var = torch.batch_norm_update_stats(view, running_mean, running_var, UNUSED_MOMENTUM)
             return (mean.view(pieces, channels), var.view(pieces, channels)), None
         input = input.contiguous()
-    # Call group norm with as many groups as channels: it returns a mean and a variance for each channel of each sample.
-    # For a float16 or bfloat16 input, group norm returns float32 statistics only if its weight is float32, so pass a
-    # float32 weight of ones.
+    # Call group norm with as many groups as channels: it returns a mean and an inverse standard deviation for each
+    # channel of each sample. For a float16 or bfloat16 input, group norm returns float32 statistics only if its weight
+    # is float32, so pass a float32 weight of ones.
     length = input.numel() // (size * channels)
     weight = torch.ones(channels, dtype=torch.float32, device="cpu") if half else None
     memory, mean, invstd = torch.native_group_norm(input, weight, None, size, channels, length, channels, 0.0)

@@ -51,8 +51,8 @@ class Cuda(Backend):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Merge the statistics, and update the running statistics, by a single operator.
 
-        In some cases, the operator cannot update the running statistics, for example with ``momentum=None``. Further
-        operators update them in these cases.
+        In some cases, for example with ``momentum=None``, the operator cannot update the running statistics. Then
+        further operators do.
         """
         if isinstance(total, int) and total == 0:
             return super().merge(statistics, counts, total, layer, workspace)
@@ -93,7 +93,7 @@ class Cuda(Backend):
             if not input.numel():
                 output = memory_for_output(input)
             elif input.is_contiguous() and 1 not in input.shape:
-                # For a contiguous input without size-1 dimensions, the operator itself allocates the output in the
+                # If the input is contiguous, and no dimension has size 1, the operator allocates the output in the
                 # right memory format.
                 output = torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)
             else:
@@ -130,7 +130,8 @@ class Cuda(Backend):
 
 
 def _sums(replica: BackwardInput, grad_output: Tensor, batch: BatchStatistics) -> tuple[Pair, Tensor | None, Tensor]:
-    """Compute two sums over the input of one replica for the backward pass, and the gradients of its weight and bias.
+    """Compute the gradients of one replica's weight and bias, and the two sums over its input that the input gradients
+    need.
 
     The sums are ``sum dy`` and ``sum dy * (x - mean)``, where dy is the gradient of the output. If the parameters of
     replicas differ, dy is the gradient of the output times the weight.
@@ -182,13 +183,13 @@ def _count_vector(device: torch.device, counts: tuple[int, ...], dtype: torch.dt
     stream = torch.accelerator.current_stream(device.index)
     vector = _count_vectors.get((stream, counts, dtype))
     if vector is None:
-        # Let kernels fill the vector. If a list were copied to the device, the host would have to wait for the copy.
+        # Let kernels fill the vector. A copy of a list from the host would make the host wait.
         with torch.inference_mode(False):
             vector = torch.cat([torch.full((1,), count, dtype=dtype, device=device) for count in counts])
         if len(_count_vectors) >= 1024:
             _count_vectors.clear()
-        # Keep the vector for later calls, but only if it is filled at once. During the capture of a CUDA graph, a
-        # vector is filled only when the graph is replayed. In `FakeTensorMode`, a vector is never filled.
+        # Keep the vector for later calls, but only if its values are there now. During the capture of a CUDA graph,
+        # they are written only when the graph is replayed. In `FakeTensorMode`, they are never written.
         if type(vector) is Tensor and not torch.cuda.is_current_stream_capturing():
             _count_vectors[stream, counts, dtype] = vector
     return vector

@@ -123,8 +123,8 @@ class Lease:
 
     def __init__(self, pools: ref[WorkspacePools] | None, devices: tuple[torch.device, ...], vector: Tensor) -> None:
         self.pools, pool = pools, None
-        # Reuse memory only on several GPUs. There, all kernels of a call run on the default streams, in launch order.
-        # On a single device, some kernels run on another stream, and may still read the memory.
+        # Reuse memory only on several GPUs, where all kernels of an exchange run on the default streams, one after the
+        # other. On a single GPU, kernels that run on other streams may still read the memory.
         by_kind = None if pools is None or len(devices) == 1 or devices[0].type != "cuda" else pools()
         try:
             if by_kind is not None and vector.data_ptr():
@@ -133,8 +133,8 @@ class Lease:
                 kind = devices, vector.shape, vector.dtype, torch.is_inference_mode_enabled()
                 pool = by_kind.get(kind) or by_kind.setdefault(kind, WorkspacePool())
         except RuntimeError:
-            # `data_ptr` raises this error for batched gradients, which have no memory of their own. Use a new workspace
-            # for such gradients.
+            # For batched gradients, which have no memory of their own, `data_ptr` raises an error. Use a new workspace
+            # for them.
             pass
         self.workspace = Workspace() if pool is None else pool.take(self)
 

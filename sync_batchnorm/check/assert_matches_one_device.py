@@ -107,7 +107,7 @@ def _random_states_kept() -> Iterator[None]:
 def _compare(check: Check) -> str:
     """Raise an error for the first difference that is not a rounding error.
 
-    If all results agree, return a warning that equal chunks may hide an error, or "" if no warning is needed.
+    If all results agree, return a warning if chunks of equal size may hide an error, otherwise "".
     """
     one, many, doubt = None, None, ""
     for index in range(_PASSES):

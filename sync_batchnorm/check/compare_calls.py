@@ -38,7 +38,7 @@ class RecordMode(CheckMode):
         self.calls[call.key] = call
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor for the record.
+        """Return a copy of a tensor, to be kept in the record of a call.
 
         If no operation has changed the tensor in place since it was last copied, return the same copy again.
         """
@@ -100,7 +100,8 @@ def suspects_in(call: ModuleCall, model: nn.Module) -> dict[int, ModuleCall]:
     The result maps the number of each replica with a wrong output to the module call in this replica.
 
     A synchronized layer uses the inputs of all replicas. A wrong input in one replica therefore makes the outputs of a
-    correct layer wrong in all replicas. So if any input of such a layer is wrong, the function returns an empty dict.
+    correct layer wrong in all replicas. So if any input of such a layer is wrong, the layer is not suspected in any
+    replica.
 
     Args:
         call: the module call on one device. Its attribute `in_replicas` holds the same call in each replica.

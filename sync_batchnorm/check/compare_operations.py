@@ -106,8 +106,8 @@ class Operation:
     # holds the two values. A pair for a tensor holds the two operations that computed the tensor; None stands for an
     # operation outside the observed code.
     different_inputs: list[tuple[Any, Any]] = field(default_factory=list)
-    # If an input is a similarity matrix, with an entry for each pair of samples, this is the operation that computed
-    # it.
+    # If an input is a similarity matrix, with an entry for each pair of samples: the operation that computed this
+    # matrix
     pairs: "Operation | None" = None
     has_pairs: bool = False  # whether the result is a similarity matrix, with samples in two dimensions
     differs: bool = False  # whether the result differs from the result on one device
@@ -136,15 +136,15 @@ class Operation:
         return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
     def roots(self) -> "set[Operation | None]":
-        """Return the operations in which the wrong inputs of this operation begin to differ from one device.
+        """Return the earliest operations that differ from one device and lead to the wrong inputs of this operation.
 
         None stands for an operation that is unknown.
         """
         pairs = self.origins()
         origins = {here if here and here.on_one is there and here.differs else None for here, there in pairs}
         roots = {root for origin in origins for root in (origin.roots() if origin else {None})} or {self}
-        # One operation may have computed all wrong inputs, from inputs that went wrong in several other operations. In
-        # this case, return that one operation.
+        # If one operation computed all wrong inputs, and its own inputs went wrong in several other operations, return
+        # that one operation.
         return roots if len(roots) == 1 or len(origins) > 1 else origins
 
     def has_size_of_values(self) -> bool:
@@ -295,12 +295,12 @@ class CorrectOperations(_OperationMode):
         super().__init__(one.dtype, one.key)
         self.one, self._rows, self._accepts = one, rows, accepts
         self._alive: list[Tensor] = []  # keeps results alive, because Python may reuse the id of a freed tensor
-        # The first call at each place in the source code that may be faulty
+        # The first possibly faulty call at each place in the source code
         self.candidates = dict[Place, Operation]()
         self.is_right = False  # whether the output of the observed call agrees with one device
         self.output: Any = None  # output of the observed call
-        # A stand-in for an operation after the end of the observed module call: its input is the output of this call.
-        # The search for a line that ran only on one device, or only in the replica, goes back from here.
+        # A stand-in for an operation that uses the output of the observed module call. The search for a line that ran
+        # only on one device, or only in the replica, goes back from here.
         self.of_output: Operation | None = None
 
     def end(self, call: ModuleCall, output: Any) -> Any:
@@ -321,8 +321,8 @@ class CorrectOperations(_OperationMode):
             self._compare_inputs(operation, arguments, other.arguments, rows)
             if operation.gets_the_same() and not operation.gets_another():
                 return
-        # In a backward pass, gradient hooks run in an arbitrary order. So the n-th call of a line in replicas may
-        # belong to another call than the n-th on one device.
+        # The n-th call of a line in replicas may not be the n-th call on one device, because gradient hooks run in an
+        # arbitrary order in a backward pass.
         if not same or not self.key:
             operation.on_one = None
 

@@ -62,7 +62,7 @@ class FailsInReplicas(Exception):
 def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
     """Return (name, wrapper) of the outermost wrapper in a model, or ("", None).
 
-    A wrapper inside another wrapper does not count, because the inner wrapper makes no replicas.
+    A wrapper inside another wrapper is ignored, because it makes no replicas.
 
     Raises:
         ValueError: for several outermost wrappers.
@@ -160,7 +160,7 @@ class TwinRun(Twin):
             modes: torch function mode of each replica in the forward pass.
             in_backward: torch function mode in the backward pass.
         """
-        # Perturb parameters even before the first pass, because errors in branches with equal weights may cancel out.
+        # Perturb parameters even before the first pass: in two branches with equal weights, errors may cancel out.
         self.move(index, 0.01 * self._is_moved)
         self.parallel.modes = modes or [CheckMode(self.check.dtype) for _ in range(self.check.replicas)]
         seed(index if self._is_one or self.check.path else 1000 + index)
@@ -315,7 +315,7 @@ def differences(
     sizes = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}
     for (kind, name), actual, expected in pairs_of(many, one):
         if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:
-            continue  # A scalar from each replica is not compared here, but as a part of the loss.
+            continue  # Scalars are not compared here, but as parts of the loss.
         rounding_of_largest = _ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
         size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
@@ -347,7 +347,7 @@ def _text_of(kind: str, name: Any, by: float, actual: Tensor, expected: Tensor, 
 
 
 def cause_of(difference: Difference, one: Observed, many: Observed) -> str:
-    """Return the cause of a difference, or "" if the cause is not certain from the results of the pass.
+    """Return the cause of a difference between results, or "" if the results leave it uncertain.
 
     Args:
         difference: the difference between two results.
@@ -422,7 +422,7 @@ def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
 def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey, float]:
     """Run the pass with slightly changed parameters, and return the change of each result, times a safety margin.
 
-    Each result is computed in replicas and on one device. Return the larger of its two changes.
+    Return the larger of the two changes of each result: the change in replicas, and the change on one device.
 
     Args:
         check: the model and options of the check.
@@ -441,7 +441,7 @@ def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey
 def _is_state(check: Check, index: int, pair: Pair, name: str) -> bool:
     """Return whether a buffer carries state, so that its value before a pass affects its value after the pass."""
     side = TwinRun(check, True, index)
-    with suppress(Exception):  # `forward` may raise an error, because the buffer has another value.
+    with suppress(Exception):  # The check changed the buffer, so `forward` may raise an error.
         buffer = dict(side.module.named_buffers())[name]
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
         return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))

@@ -53,7 +53,7 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
     if not math.isfinite(difference := _largest(values - right)):
         equal = values.isclose(right, rtol=0.0, atol=0.0, equal_nan=True)
         difference = _largest((values - right).nan_to_num(NOT_FINITE, NOT_FINITE, -NOT_FINITE).masked_fill(equal, 0))
-    # If the difference is small, return early, because finding the largest value takes time.
+    # If the difference is small, skip the search for the largest value, which takes time.
     if difference <= max(rounding, tolerance * size):
         return 0.0
     relative = difference / max(size, largest(expected))
@@ -248,8 +248,8 @@ def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Ten
 def fits(actual: Tensor, right: Tensor) -> bool:
     """Return whether two tensors can be compared.
 
-    Two tensors of the same shape can be compared. Two tensors with the same number of rows and of dimensions can be
-    compared, too, because the rows may only be padded to different lengths.
+    Two tensors of the same shape can be compared. So can two tensors with equal numbers of rows and dimensions, because
+    their rows may be padded to different lengths.
     """
     return actual.shape == right.shape or (actual.dim() == right.dim() > 1 and len(actual) == len(right))
 
@@ -257,7 +257,7 @@ def fits(actual: Tensor, right: Tensor) -> bool:
 def corrected(actual: Tensor, right: Tensor) -> Tensor:
     """Return a tensor that has the values of `right`, and can replace the wrong tensor `actual` in the graph.
 
-    Gradients for the returned tensor flow on to `actual` in the backward pass, as if nothing had been replaced.
+    In the backward pass, gradients for the returned tensor flow on to `actual`, the tensor that it replaces.
 
     Args:
         actual: the wrong tensor, in the graph.
@@ -265,6 +265,6 @@ def corrected(actual: Tensor, right: Tensor) -> Tensor:
     """
     corrected = right.clone()
     if actual.requires_grad and bool(actual.isfinite().all()):  # inf - inf would be NaN.
-        # If the two tensors are padded to different shapes, only the entries inside both shapes get a gradient.
+        # If `actual` and `right` are padded to different shapes, only the entries inside both shapes get a gradient.
         corrected[tuple(map(slice, actual.shape))] += (actual - actual.detach())[tuple(map(slice, right.shape))]
     return corrected

@@ -117,9 +117,9 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
     candidates = [*filter(Operation.gets_the_same_floats, together.candidates.values() if together else ())]
     for operation in candidates[:_MOST]:
         alone = patch_alone(operation)
-        # A patch replaces the result of one operation by the right result. The message names an operation if its patch
-        # alone makes the output right. It also names an operation whose patch alone changes the output, if the patches
-        # of all operations together make the output right.
+        # To test an operation, a patch replaces its result by the right one. The message names the operation if this
+        # alone makes the output right. It also names the operation if this alone changes the output, and the patches of
+        # all operations together make the output right.
         contributes = alone and together and together.is_right and not agree(alone.output, as_it_is.output)
         if alone and (alone.is_right or contributes):
             return _line_of(operation)
@@ -134,11 +134,10 @@ def _origin_of(operation: Operation) -> Operation | None:
     roots = operation.roots()
     root = next(iter(roots)) if len(roots) == 1 else None
     if any(root and root.synchronizes for root in roots):
-        # A synchronized layer computed the wrong input. In this replica, the inputs of that layer are right, so the
-        # fault lies in another replica.
+        # A synchronized layer computed the wrong input of `operation`, although the layer's own inputs are right in
+        # this replica. So the fault lies in another replica.
         return None
-    # The operation `root` may select rows by their values, as `nonzero` does. Then its result may have another shape
-    # than on one device without being wrong.
+    # If `root` selects rows by their values, like `nonzero`, a result of another shape than on one device may be right.
     if root and not root.fits and root.has_size_of_values():
         root = None if any(here and here.fits for here, _ in operation.origins()) else operation
     # If `operation` itself is the call of a submodule, do not return it. All module calls were compared before this
@@ -204,7 +203,7 @@ def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation)
 def _varies(operation: Operation, before: RecordOperations, after: RecordOperations) -> bool:
     """Return whether an operation returns different results in two passes.
 
-    If the module call that contains the operation gets different inputs in the two passes, return False.
+    If the module call around the operation gets different inputs in the two passes, return False.
     """
     if not agree(before.arguments, after.arguments) or operation.on_one is None:
         return agree(before.arguments, after.arguments) and before.times != after.times

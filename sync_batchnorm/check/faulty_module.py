@@ -35,8 +35,8 @@ from .twin import OF_MODULES, CheckMode, ModuleCall, copied, shortened
 
 __all__: list[str] = []
 
-# At most this number of suspected calls is tested, and a message names at most this number of attributes. The number is
-# arbitrary.
+# At most this number of module calls is tested as the possible cause, and a message names at most this number of
+# attributes. The number is arbitrary.
 _MOST = 5
 MOST_WORDS = 60  # Largest number of words in a message.
 
@@ -82,8 +82,8 @@ class Investigation:
         """Return the text of the error: the difference, the place where it begins, and its cause."""
         kind, name = self._difference[:2]
         what, *evidence = self._evidence() or [self._difference.text]
-        # If a hook refers to the user's model, the shapes of outputs may differ because of this hook. So the message
-        # does not quote the shapes.
+        # If a hook refers to the user's model, outputs may have other shapes because of this hook. So do not quote the
+        # shapes.
         if self._hooks and name is None:
             what = "outputs differ"
         # If the loss is the first wrong result, all outputs are right, and usually no module is at fault. So do not
@@ -118,9 +118,9 @@ class Investigation:
         kind, name = self._difference[:2]
         why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
-        # `cause_of` may name a wrong cause in two cases. First, it blames a buffer that changes in place, although a
-        # synchronized layer may change its buffers. Second, it blames the user's loss function, although a `gather` of
-        # the user may pass a list to this function, and one device passes a tensor.
+        # Do not trust `cause_of` in two cases. It blames every buffer that changes in place, but a synchronized layer
+        # may change its buffers. It also blames the user's loss function for a wrong loss, but this function may get a
+        # list from the user's own `gather`, and gets a tensor on one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 
@@ -154,13 +154,13 @@ class Investigation:
             return f"the buffer {', '.join(buffers)} differs from that on one device: {IN_PLACE}"
         differs = f"{', '.join(self._lost)} differs from one device" if self._lost else ""
         why = f"what forward() sets on self ends with the replica, so {differs}; change a buffer in place instead, or"
-        # If a hook refers to the user's model, this hook may be the cause. So do not name `forward` as the cause.
+        # A hook that refers to the user's model may be the cause of the difference. So do not blame `forward`.
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
-        """Run the pass in replicas again, with these modes, and return whether the wrong result changes."""
+        """Run the pass in replicas again, with the function modes `modes`. Return whether the wrong result changes."""
         kind, name = self._difference[:2]
-        # The replaced output may have a new shape, for which later code raises an error.
+        # A patch may change the shape of an output, and later code may raise an error for the new shape.
         with suppress(FailsInReplicas):
             seen = TwinRun(self._check, False, self._index).take(self._index, kind, modes)[kind]
             return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
@@ -169,8 +169,8 @@ class Investigation:
     def _evidence(self) -> list[str]:
         """Return notes about scalars that replicas return, such as a loss.
 
-        The check perturbs the parameters, so the user has never seen the values that differ. If values also differ
-        without the perturbation, the notes quote these values instead.
+        The check perturbs the parameters, so it finds differences between values that the user has never seen. If the
+        unperturbed model differs, too, the notes quote its values.
         """
         kind, name = self._difference[:2]
         is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
@@ -256,8 +256,8 @@ class Investigation:
 
         If the output changes from call to call with the same inputs, return False.
 
-        A copy of the module runs three times, outside the model: twice with the inputs in replica `number`, and once
-        with the inputs on one device.
+        Run a copy of the module three times, outside the model: twice with the inputs that the module got in replica
+        `number`, and once with its inputs on one device.
         """
         with suppress(Exception), CheckMode(self._check.dtype):
             alone = copied(module, self._check.dtype)
@@ -407,7 +407,7 @@ def _plain(value: Any, depth: int = 4) -> Any:  # The depth is arbitrary.
 def _name_of_call(call: ModuleCall, model: nn.Module) -> str:
     """Return the name and class of a called module, for messages.
 
-    If a base class has the same name, the name of the class is preceded by that of its Python module.
+    A class is named with its Python module if one of its base classes has the same name.
     """
     (name, number), cls = call.key, type(model.get_submodule(call.key[0]))
     has_namesake = cls.__name__ in [base.__name__ for base in cls.__mro__[1:]]

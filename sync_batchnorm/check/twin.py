@@ -1,10 +1,10 @@
 """Make two comparable copies ("twins") of a model and its wrapper: one for one device, and one for replicas.
 
-Both copies compute on the CPU, in one dtype, and without dropout, so that a difference between them is an error of the
+Both twins compute on the CPU, in one dtype, and without dropout, so that a difference between them is an error of the
 model in replicas. The torch function mode `CheckMode` enforces this, and keeps track of the running module calls.
 
-The parameters of both copies are perturbed before each pass. Without this, a weight of zeros would hide an error in the
-layers before it. Two branches with equal weights and opposite signs would hide such an error, too.
+The parameters of both twins are perturbed before each pass. Otherwise a weight of zeros would hide errors in earlier
+layers, and so would two branches with equal weights and opposite signs.
 """
 
 import copy
@@ -49,9 +49,8 @@ def seed(number: int) -> None:
         numpy.random.seed(number)
 
 
-# The check puts a hook on each module. In a replica, this hook must tell the `CheckMode` of the replica's thread about
-# the call. Torch passes calls of overridable functions to the function mode of the thread. So the hook is an
-# overridable function.
+# The hooks of the check call the following function. It is overridable, so torch passes each call to the function mode
+# that is active in the thread. In a replica's thread, this mode is the `CheckMode` of the replica.
 @wrap_torch_function(lambda name, *_: (name,))
 def notify_module_call(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
     """Tell the function mode of this thread that a module call begins, or, if `output` is given, that it has ended."""
@@ -134,9 +133,9 @@ class CheckMode(TorchFunctionMode):
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and (self.failed is None or self.failed[1] is not error):
             self.failed = self._running[-1], error
-        # After an error, the stack `_running` may still contain calls that have ended, if the error skipped our hook at
-        # the end of a call. It may also lack the call that ends now, if a hook of the user failed before our hook at
-        # the start of the call.
+        # `_running` is a stack of the running calls. After an error, it may contain calls that have ended, if the error
+        # skipped our hook at their end. It may lack the call that ends now, if a hook of the user failed before our
+        # hook at the start of the call.
         while any(call.module is module for call in self._running):
             call = self._running.pop()
             if call.module is module:
@@ -175,7 +174,7 @@ class _Copying(CheckMode):
 
 def copied(tree: Any, dtype: torch.dtype) -> Any:
     """Copy modules or arguments; tensors of the copy are on the CPU, in `dtype`."""
-    # In grad mode, copies of the parameters of scripted modules would get a grad_fn.
+    # Switch grad mode off: it would give the copied parameters of scripted modules a grad_fn.
     with torch.no_grad(), _Copying(dtype):
         return copy.deepcopy(tree)
 
@@ -216,7 +215,7 @@ class Twin:
                 module.register_forward_hook(partial(notify_module_call, name), with_kwargs=True, always_call=True)
 
     def _take_over_attributes(self, model: nn.Module) -> None:
-        """Copy the user's attributes of parameters and buffers. Register hooks that record the order of gradients."""
+        """Copy attributes of the user's parameters and buffers, and record in which order parameters get gradients."""
         originals: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in self.module.named_parameters():
             if originals[name].requires_grad:  # A copied scripted module loses `requires_grad`.
@@ -229,8 +228,8 @@ class Twin:
     def text_of_hooks(self) -> str:
         """Return a note about a hook that refers to the user's model in place of this copy, or "".
 
-        Such a hook stores values in attributes or containers of the user's model. The copied model has attributes of
-        its own, so its methods never see these values.
+        If a hook refers to the user's model, it stores values in attributes or containers of that model. The copied
+        model has attributes of its own, so its methods never see these values.
         """
         original = self._original.named_modules()
         held = [(f"{name}.{key}", value) for name, child in original for key, value in vars(child).items()]
@@ -241,7 +240,7 @@ class Twin:
         for module, hook, variables in hooks_of(self.module):
             values, code = [*variables.values(), *(hook.__defaults__ or ())], hook.__code__
             words = {name for other in codes - {code, None} for name in other.co_names} - OF_MODULES
-            # If the code calls `setattr`, the name of the attribute is among the constants of the code.
+            # If a function calls `setattr`, the name of the attribute is one of the constants of its code object.
             words &= {*code.co_names, *code.co_consts}
             used = [key for value in values if isinstance(value, nn.Module) for key in vars(value) if key in words]
             if used := [*used, *[names[id(value)] for value in values if id(value) in names]]:
@@ -346,7 +345,7 @@ def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: CheckMode) -> None:
     # In the backward pass, activation checkpointing runs parts of the forward pass again. These parts need the torch
     # function mode `mode`, too.
     with mode:
-        # `backward` of a tensor would switch off the function mode, but not `backward` of its graph edge.
+        # A backward pass from a tensor, not its graph edge, would switch off `mode`.
         torch.autograd.backward(edge)
     for leaf, grad in grads:
         leaf.grad = grad
@@ -393,7 +392,7 @@ def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replic
     object.__setattr__(parallel, "__class__", type(cls.__name__, bases, methods))
     kept = {*vars(nn.Module()), "device_ids", "output_device", "src_device_obj"}
     for name in vars(wrapper).keys() - kept:
-        # If the user's wrapper keeps one of its own methods in an attribute, bind this method to the new wrapper.
+        # If the user's wrapper keeps one of its own methods in an attribute, bind this method to the copy.
         held = vars(wrapper)[name]
         parallel.__dict__[name] = held.__func__.__get__(parallel) if getattr(held, "__self__", 0) is wrapper else held
     parallel.__dict__["_modules"] = {**vars(wrapper)["_modules"], "module": module}
@@ -431,8 +430,8 @@ def pads_samples(parallel: CheckedWrapper, inputs: Any, kwargs: Any) -> bool:
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:
     """Return the number of rows in each of the chunks that the user's own `scatter` has made.
 
-    The chunks are compared along the first dimension whose sizes add up to a size in the batch, as 2 + 2 + 1 rows add
-    up to 5. If no tensor has such a dimension, return the lengths of lists.
+    Return the sizes along the first dimension that seems to hold samples: its sizes in all chunks add up to a size in
+    the batch, as 2 + 2 + 1 rows add up to 5. If there is no such dimension, return the lengths of lists.
 
     Args:
         chunks: a list of pairs (args, kwargs), one pair for each chunk.

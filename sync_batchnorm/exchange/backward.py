@@ -22,8 +22,8 @@ time, and torch 2.13 then frees them twice. So each replica saves its own tensor
                                           +---- node of the call
     thread of replica 1      Saved 1  <---+
 
-In the backward pass, the node of the call reads the tensors of all replicas from the `Saved` objects of the replicas.
-Afterwards the node drops the saved inputs, unless the backward pass retains the graph.
+In the backward pass, one autograd node for all replicas reads their tensors from their `Saved` objects. Afterwards it
+drops the saved inputs, unless the backward pass retains the graph.
 
 NOTE [gradients of gradients]: With `create_graph=True`, autograd must be able to differentiate the backward pass
 itself. So `Backend.gradients` computes the batch statistics again from the saved inputs, in operators that autograd
@@ -37,8 +37,8 @@ replica gets another node, `_Unpack`, on its own device. This node unpacks the t
     loss --> outputs --> join --> one `_Unpack` for each replica --> node of all replicas --> inputs
     ----- order in which the engine runs the nodes in the backward pass ------------------------>
 
-The join is an autograd node through which the outputs of all replicas pass. Even if the output of only one replica is
-in the loss, the engine runs the join, and then the `_Unpack` nodes of all replicas.
+The join is an autograd node behind the outputs of all replicas. Even if the loss uses only one of these outputs, the
+engine runs the join, and then the `_Unpack` nodes of all replicas.
 """
 
 from collections.abc import Sequence
@@ -65,9 +65,9 @@ FREED = (
 class Saved:
     """The input and the weight of one replica, saved for the backward pass of a batch norm.
 
-    Without saved-tensor hooks, this object holds the two tensors itself, because this takes less time than an autograd
-    node. With saved-tensor hooks, such as those of an activation checkpoint, `pack` moves the tensors into an autograd
-    node, and thereby calls the hooks.
+    Without saved-tensor hooks, this object holds input and weight itself, because this takes less time than an autograd
+    node. With saved-tensor hooks, such as those of an activation checkpoint, `pack` moves both into an autograd node,
+    and thereby calls the hooks.
     """
 
     __slots__ = (
@@ -85,29 +85,28 @@ class Saved:
             or (weight is not None and weight.requires_grad)
             or (bias is not None and bias.requires_grad)
         )
-        # The saved input; None after a backward pass without `retain_graph`. With saved-tensor hooks, an autograd node
-        # saves the input, and this attribute holds the output of that node instead.
+        # The input, saved for the backward pass. With saved-tensor hooks, an autograd node saves the input, and `kept`
+        # is the output of this node. After a backward pass without `retain_graph`, `kept` is None.
         self.kept: Any = input
-        # A backward pass drops the saved input, which is large, but not the saved weight, which is a small vector. If
-        # it dropped both, a backward pass in a second thread might find the input, but no weight.
+        # A backward pass drops the saved input, but keeps the saved weight, which takes little memory. Otherwise a
+        # backward pass in another thread could still get the input, and then find no weight.
         self._weight = weight
         self._input_version, self._weight_version = input._version, 0 if weight is None else weight._version
         if has_hooks:
             self.stream = current_stream(input.device)
-            # Maps the number of each backward pass to the input and the weight that `_Unpack` has unpacked for this
-            # pass.
+            # The unpacked input and weight, by the number of the backward pass for which they were unpacked.
             self.unpacked: dict[int, InputAndWeight] = {}
 
     def pack(self) -> None:
         """Give the saved input and weight to the saved-tensor hooks that are set in this thread.
 
-        The hooks of a checkpoint may raise an exception, to end a recomputation early. As in torch, the hooks do not
-        get the tensors of a layer if its input, weight and bias require no gradient.
+        A hook of a checkpoint may raise an exception to end a recomputation early. As in torch, saved-tensor hooks get
+        no tensors of a layer whose input, weight and bias require no gradient.
         """
         if self.needs_gradient:
             with torch.enable_grad():
                 self.kept = _save(new_leaf(), (self.kept, self._weight))
-            self._weight = None  # From now on, the saved-tensor hooks decide whether the weight stays in memory.
+            self._weight = None  # Now the saved-tensor hooks decide whether the weight stays in memory.
 
     def read(self, grad_output: Tensor | None) -> BackwardInput | None:
         """Return the data of this replica for the running backward pass, or None if the pass needs none of it.
@@ -163,8 +162,8 @@ _save = fast_apply(_Save)
 def new_leaf() -> Tensor:
     """Return a new tensor that requires a gradient. It serves as an extra argument of autograd functions.
 
-    If this tensor is an argument of an autograd function, the outputs of the function are in the graph, even if no
-    other argument requires a gradient.
+    The outputs of an autograd function that gets this tensor are in the graph, even if no other argument requires a
+    gradient.
     """
     # Each use gets a new tensor: in anomaly mode, two threads that use a leaf for the first time deadlock (torch 2.13).
     return torch.empty(0, device="cpu", requires_grad=True)

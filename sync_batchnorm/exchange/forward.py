@@ -38,7 +38,8 @@ from .replica_call import Answer, Connection, RememberedCall, ReplicaCall
 
 __all__: list[str] = []
 
-# The message of one replica to replica 0. Its second item is None if the replica records no autograd graph.
+# The message of one replica to replica 0: (call, saved tensors). The second item is None if the replica records no
+# autograd graph.
 Message = tuple[ReplicaCall, Saved | None]
 
 
@@ -84,8 +85,8 @@ def _exchange_without_modes(
     in the recomputation. But a recomputation of this layer runs fewer operators, because it does not exchange. And the
     modes would save results of operators before their values are computed. So the exchange runs without these modes.
 
-    The exchange also runs without autocast. Autocast would change the dtype when the statistics of replicas are
-    concatenated, or refuse tensors of other dtypes.
+    The exchange runs without autocast, which would change the dtype when statistics are concatenated, or refuse tensors
+    of different dtypes.
     """
     device, has_hooks = input.device, saved is not None and saved.has_hooks
     devices = () if connection.pipe is None else {device, connection.master_device or device}
@@ -116,12 +117,13 @@ def _exchange(
     if connection.pipe is None:
         ((_, (output, _)),) = merge_replicas([(0, (call, saved))], peers)
         return output
-    if graph_task_id() != -1:  # An activation checkpoint repeats this call in a backward pass.
+    if graph_task_id() != -1:  # In a backward pass, an activation checkpoint repeats an earlier call.
         return recompute(call, saved)
     if saved is not None and saved.has_hooks:
         saved.pack()
     output, merged = connection.pipe.run((call, saved))
-    if merged is not None:  # An activation checkpoint may repeat this call in the backward pass: remember the answer.
+    # An activation checkpoint may repeat this call in the backward pass, so remember the answer.
+    if merged is not None:
         is_constant, (batch, gathered) = saved is not None and not output.requires_grad, merged
         connection.remembered.append(RememberedCall(statistics, elements, batch, gathered, is_constant))
     return output  # type: ignore[no-any-return]
@@ -170,14 +172,14 @@ def merge_replicas(
 
     saved_of_first = sent[0][1]
     if first.connection.pipe is None and saved_of_first is not None and saved_of_first.has_hooks:
-        # If there is only one replica, give its tensors to the saved-tensor hooks here. If there are several, each
-        # replica has done this in its own thread, before it sent its message.
+        # Several replicas passed their tensors to the saved-tensor hooks before they sent their messages, each in its
+        # own thread. If there is only one replica, do it here.
         saved_of_first.pack()
     normalized = first.backend.normalize(calls, batch)
     merged = batch, (statistics, counts, total)
-    # An activation checkpoint may repeat this call later, and then needs the merged statistics. The call is in a
-    # checkpoint if saved-tensor hooks are set, or if no graph is recorded. In other calls, leave the merged statistics
-    # out of the answer: they would keep the messages of all replicas in memory.
+    # An activation checkpoint repeats a call in the backward pass, and then needs its merged statistics. In the forward
+    # pass of a checkpoint, saved-tensor hooks are set, or no graph is recorded. Otherwise do not send the merged
+    # statistics, because they would keep the messages of all replicas in memory.
     may_repeat = [saved is None or saved.has_hooks for _, saved in sent]
     outputs = connect_to_graph(sent, normalized, batch)
     answers = [(output, merged if repeats else None) for output, repeats in zip(outputs, may_repeat, strict=True)]

@@ -8,8 +8,8 @@ that the replica got in the forward pass. The connection of the replica remember
     forward pass     measure --> send --> answer --> normalize        (remember the input's statistics, and the answer)
     backward pass    measure --> find the remembered answer --> normalize        (with the same statistics of the batch)
 
-If the forward pass called the layer several times, as in a siamese net, several calls are remembered. The repeated call
-looks for the one whose input had the same statistics.
+If the forward pass called the layer several times, as in a siamese net, the recomputation looks for the call whose
+input had the same statistics.
 
 The repeated call returns the same values as the call in the forward pass, and saves the same tensors. But nobody must
 differentiate its output, as a reentrant checkpoint does: the gradients would be those of one replica alone, without the
@@ -19,8 +19,8 @@ Torch's batch norm updates the running statistics again in a recomputation. To d
 0 merges the remembered statistics of all replicas again. The update comes before the tensors are saved: once the last
 tensor is saved, a checkpoint ends the recomputation.
 
-In a process with a single replica, a recomputation does exchange again with the other processes. This cannot deadlock,
-because all processes recompute the same layers in the same order.
+In a process with a single replica, a recomputation exchanges with the other processes, as the forward pass does. This
+cannot deadlock, because all processes recompute the same layers in the same order.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ FUNCTIONS = (
 
 
 def recompute(call: ReplicaCall, saved: Saved | None) -> Tensor:
-    """Recompute a call of the forward pass: normalize the input with the statistics from the remembered answer, and
-    save the tensors again."""
+    """Recompute a call: normalize the input with the statistics that the call got in the forward pass, and save the
+    tensors again."""
     if call.layer.running is not None:
         call.backend.merge(*_find_repeated(call).gathered, call.layer)
     if saved is not None and saved.has_hooks:
@@ -87,8 +87,8 @@ def _refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
 class _Refuse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, constant: tuple[Tensor], source: Tensor, input: Tensor) -> Tensor:
-        # The tensor is passed in a tuple, so that autograd does not see it as an input. Otherwise autograd would turn
-        # the result into a view of this input, which users cannot change in place.
+        # The tensor is in a tuple, so that autograd does not take it for an input. Otherwise `forward` would return a
+        # view of an input, and users could not change this view in place.
         return constant[0]
 
     @staticmethod

@@ -145,7 +145,7 @@ def _rebind_methods(modules: Modules, former_classes: Mapping[nn.Module, type[nn
 def _rebind(value: Any, former_classes: Mapping[nn.Module, type[nn.Module]]) -> Any:
     """If `value` is a bound method of a converted layer, return the same method of the layer's new class.
 
-    For a `functools.partial` of such a method, return the same partial of the new method. Return any other value
+    For a bound method inside a `functools.partial`, return a partial of the new class's method. Return any other value
     unchanged.
     """
     if isinstance(value, functools.partial):
@@ -159,9 +159,9 @@ def _rebind(value: Any, former_classes: Mapping[nn.Module, type[nn.Module]]) -> 
 
 
 def _warn_about(reasons: Iterable[tuple[str, str | None]], text: str) -> None:
-    """Issue one warning with all reasons, and with the names of the modules for each reason.
+    """Issue one warning that lists all reasons, each with the names of its modules.
 
-    `reasons` contains the name of each module and its reason. Skip modules whose reason is None.
+    `reasons` yields (name of a module, reason). Pairs without a reason are skipped.
 
     If a plain list holds several layers, `reasons` contains the name of the list once for each layer. The warning then
     says how many layers the list holds.
@@ -285,8 +285,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
     @functools.wraps(init)
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # A class that is defined while this patch is active may store this `__init__` in a variable. It must not
-        # convert layers after the end of the patch, when `is_open` is False.
+        # A class that is defined while the patch is active may keep this `__init__` in a variable. After the end of the
+        # patch, when `is_open` is False, this `__init__` must not convert layers.
         if is_open and not isinstance(self, nn.SyncBatchNorm) and (reason := _convert(self, {}, {})):
             warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 

@@ -169,8 +169,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         connection, running = self._sync_connection or ALONE, None
         weight, bias = self._attributes(self.__dict__["_parameters"], "weight", "bias")
         # Only replica 0 updates the running statistics, because only its layers hold the buffers of the model. The
-        # layers of all other replicas hold copies of the buffers. The following line is the only one that chooses the
-        # replica.
+        # layers of all other replicas hold copies. No other line chooses the replica that updates.
         if self.training and self.track_running_stats and connection.number == 0:
             names = "running_mean", "running_var", "num_batches_tracked"
             mean, var, number = self._attributes(self.__dict__["_buffers"], *names)
@@ -255,8 +254,8 @@ def _let_torch_check(
             valid = valid and fits and tensor.device == device and tensor.shape == (channels,)
     if not valid:
         mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
-        # Pass the input concatenated with itself, because `F.batch_norm` refuses an input with a single value per
-        # channel. Here, such an input is valid, because other replicas may have more values.
+        # `F.batch_norm` refuses an input with a single value per channel, which is valid here, because other replicas
+        # may have more values. So pass the input concatenated with itself.
         rows = torch.cat((input, input))
         with torch.no_grad():
             F.batch_norm(rows, mean, var, weight, bias, True, 0.0, eps)

@@ -34,8 +34,8 @@ forward pass at most once. It does so immediately, in the thread in which one of
 4. the wait of a replica reaches the timeout (`_wait`);
 5. a replica starts to exchange in a second thread while another of its threads is in an exchange (`send`).
 
-A method that puts an item into the mailbox of a replica also removes the replica from the list of waiting replicas. So
-a mailbox never holds more than one item.
+Only a waiting replica gets an item into its mailbox, and from then on it no longer counts as waiting. So a mailbox
+never holds more than one item.
 
 The answer for a replica may come just before the forward pass breaks. In this case, `send` still returns the answer to
 the replica, and the next exchange of the replica raises the error. A coordinator is never used again after a break: the
@@ -260,7 +260,7 @@ class Coordinator:
                 self._raise_broken(record)
             is_busy = record.waits_in is not None or identifier in rendezvous.messages
             is_ready = self._turns is not None and record in self._turns.ready
-            # If there is an answer in the mailbox, another thread of this replica waits for it.
+            # An answer in the mailbox means that another thread of this replica waits for it.
             if is_busy or is_ready or not record.mailbox.empty():
                 # Release all replicas with an error, because an error in this thread alone may never reach the caller.
                 self._break(
@@ -269,7 +269,7 @@ class Coordinator:
                     "layers in the thread that runs forward"
                 )
                 self._raise_broken(record)
-            # A variable for the list of all messages would keep their tensors in memory while this replica waits.
+            # Do not keep the list of messages in a variable: their tensors would stay alive while this replica waits.
             rendezvous.messages[identifier] = message
             self._waiting.append(record)
             record.waits_in, number_of_messages = rendezvous, len(rendezvous.messages)

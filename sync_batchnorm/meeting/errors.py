@@ -23,7 +23,7 @@ def strip_frames(error: BaseException, who: str, fact: str = "") -> BaseExceptio
     The frames of the traceback would keep activations alive. The causes and contexts of the exception lose their
     frames, too. The note also names the replica, `who`, and contains the text `fact`.
 
-    If an earlier forward pass raised the same exception object, the new note replaces the note of that forward pass.
+    If an earlier forward pass raised the same exception object, its note is replaced.
     """
     notes = vars(error).get("__notes__", [])
     # No note can be added if the user set `__notes__` to a value other than a list. Then keep the traceback as it is.

@@ -104,8 +104,8 @@ class Turns:
               ^                resume: the message or answer has arrived             |
               +----------------------------------------------------------------------+
 
-    A ready replica blocks on its mailbox (a queue) until its turn begins, even if the answer for the replica has
-    already arrived.
+    A ready replica blocks on its mailbox (a queue) until its turn begins. Its answer may arrive before, but is put into
+    the mailbox only then.
 
     If one replica cannot continue, the coordinator raises an error in all waiting replicas, and drops this `Turns`
     object. From then on, the replicas run at the same time until they end.
@@ -113,7 +113,7 @@ class Turns:
 
     def __init__(self, records: Iterable[Record], begin: Callable[[int], None]) -> None:
         self.begin = begin  # a function that each replica calls with its number at the beginning of its turn
-        # Maps each ready replica to the value that it gets at its turn.
+        # Maps each ready replica to the value that it gets when its turn begins.
         self.ready: dict[Record, Any] = dict.fromkeys(records)
         self.running: Record | None = None
         self.since = 0.0  # the time at which the turn of the running replica began
@@ -151,7 +151,7 @@ def format_waiting(records: Iterable[Record], rendezvous: Rendezvous) -> str:
 def remedy_for_loops(places: Iterable[Rendezvous]) -> str:
     """Return advice, as a part of an error message, for models that call a layer once for each sample.
 
-    The advice is an empty string if no layer was called more than once.
+    If no layer was called more than once, return an empty string.
     """
     if all(place.call == 1 for place in places):
         return ""

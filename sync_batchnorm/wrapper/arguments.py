@@ -103,8 +103,8 @@ class Arguments:
     def chunks(self, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Sequence[Any]]:
         """Return two lists: the positional arguments of each chunk, and the keyword arguments of each chunk.
 
-        Both lists are empty if the wrapper is called without arguments, as in torch. A single chunk is not copied if it
-        is already on the device of its replica.
+        Without any arguments, there are no chunks, as in torch. A single chunk is not copied if it is already on the
+        device of its replica.
         """
         if not self._inputs and not self._kwargs:
             return (), ()
@@ -171,7 +171,7 @@ class Arguments:
     def describe_split(self) -> str:
         """Return a text for the note on an error: how many rows of each tensor argument go to each replica.
 
-        The text describes only tensors for which `in_dims` names no dimension. It is empty if no such tensor was split.
+        Describe only tensors for which `in_dims` names no dimension. If no such tensor was split, the text is empty.
         """
         cut: list[str] = []
         for leaf, dim in zip(self.tree.leaves, self.dims, strict=True):
@@ -227,7 +227,7 @@ class Arguments:
     def _outermost_list(self, path: Path) -> Path | None:
         """Return the path of the list that contains a leaf; of several nested lists, the path of the outermost one.
 
-        A list for which `in_dims` names a dimension is skipped.
+        Lists for which `in_dims` names a dimension are left out.
         """
         return next((path[:i] for i in range(1, len(path) + 1) if path[:i] in self.tree.lists), None)
 
@@ -260,7 +260,7 @@ class Arguments:
     def _warn_of_lists(self, rows: list[int | None], batch: int) -> None:
         """Warn if a list may hold one entry for each sample, but the wrapper splits each entry instead of the list.
 
-        The warning names a list if a tensor in the list does not have as many rows as the batch.
+        If a tensor in a list does not have as many rows as the batch, the warning names the list.
         """
         for path, (entries, start, end) in self.tree.lists.items():
             if len(entries) > 1 and not {*rows[start:end]} <= {batch, None}:

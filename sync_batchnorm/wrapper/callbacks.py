@@ -107,9 +107,8 @@ def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
 def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> None:
     """Raise an error if replicas share a device, and any layer exchanges through a package other than this one.
 
-    Replicas on one device run one at a time, and a replica that waits in a layer lets the next replica run. A layer of
-    another package, such as a copy of this package, does not let the next replica run while it waits, so the other
-    replicas could never run.
+    Replicas on one device run in turns: a replica that waits in a layer lets the next replica run. A layer of another
+    package, such as a copy of this one, keeps the turn while it waits, so the replicas that it waits for never run.
     """
     for name, ctx in contexts.items():
         packages = list(filter(None, map(_package_of_pipe, vars(ctx).values())))

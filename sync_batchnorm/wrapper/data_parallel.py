@@ -218,9 +218,9 @@ class _ReplicationMixin(DataParallel[Any]):
         describe_split = _default_steps_run.get({}).get((self, "scatter"), str)
         outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [describe_split(), look.note()])))
         look.warn()
-        # If no synchronized layer exchanged in this forward pass, warn about plain batch norms. But do not warn if the
-        # user made the replicas (then `original` is the replica itself), because another coordinator may connect their
-        # layers.
+        # Warn about plain batch norms if no synchronized layer exchanged in this forward pass. Replicas that the user
+        # made are an exception, because another coordinator may connect their layers. For such replicas, `original` is
+        # the replica itself.
         if not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica:
             layers: Any = [it for it in runs[0].replica.modules() if vars(it).get("_sync_connection") is not None]
             if any([layer.training and layer.group_size != 1 for layer in layers]):
@@ -230,7 +230,7 @@ class _ReplicationMixin(DataParallel[Any]):
 
 
 class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
-    """`torch.nn.DataParallel` with replicas that exchange data, also on the CPU, or several replicas on one device.
+    """A `torch.nn.DataParallel` whose replicas exchange data, also on the CPU, and with several replicas on one device.
 
     If a replica fails, waiting replicas stop, and your thread gets the exception with the replica's traceback in a
     note. With a single chunk, or inside a replica, the wrapper calls the module itself, without threads and callbacks.
@@ -324,9 +324,8 @@ def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
 def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
     """Return a `ReplicaHandle` for each object in `replicas`. All handles belong to one `ForwardPass`.
 
-    A user's `parallel_apply` may wrap the handles from `replicate` in functions or modules of its own. Then make a new
-    handle for each of these functions and modules. The handle belongs to the `ReplicaRun` that `replicate` prepared at
-    the same index.
+    A user's `parallel_apply` may replace handles by functions or modules that call them. Each of these gets a new
+    handle, for the `ReplicaRun` that `replicate` prepared at the same index of the list.
     """
     if {*map(type, replicas)} == {ReplicaHandle}:
         return list(replicas)

@@ -25,9 +25,9 @@ from ..torch_private import HOOKS, names_of_modules
 
 __all__: list[str] = []
 
-# For each wrapper, this number of forward passes is checked in training mode, and the same number in eval mode. The
-# number is arbitrary. A few forward passes are enough, because a model that counts or averages something does it in
-# each training step.
+# For each wrapper, attributes are checked in this number of forward passes in training mode, and in as many in eval
+# mode. A few are enough: a model that counts or averages something does so in each training step. The number is
+# arbitrary.
 LOOKS = 3
 _KINDS = frozenset({bool, int, float, complex, str})
 CHANGE_IN_PLACE = "Change buffers in place, as in self.step.add_(1), or set it outside forward()"
@@ -64,8 +64,8 @@ Found = dict[str, tuple[str, str]]
 class Look:
     """A check of one forward pass: it compares the attributes of replica 0 and of the model before and after the pass.
 
-    Only the first forward passes of a wrapper in training mode, and the first in eval mode, are checked. A module that
-    runs without replicas is not checked.
+    Attributes are checked in the first forward passes of a wrapper in training mode, and in the first in eval mode. A
+    module that runs without replicas is not checked.
     """
 
     def __init__(self, wrapper: nn.Module, original: nn.Module, replica: nn.Module) -> None:
@@ -112,7 +112,7 @@ class Look:
         on_model, on_replica = _reassigned(self._of_model), _reassigned(self._of_replica)
         changed = [(name, old) for name, (_, _, old, new) in on_model.items() if not _are_equal(old, new)]
         # Skip an attribute that was missing or None before this forward pass: it may be a cache, which is filled only
-        # once. If the attribute is no cache, it changes again in a later forward pass, and the warning then names it.
+        # once. Any other attribute changes again in a later forward pass, and is named then.
         yield _SET, {name: (name, "") for name, old in changed if old is not None or not has_ended}
         found: Found = {}
         for _, hook, variables in hooks_of(self._original) if on_replica else ():
@@ -201,7 +201,7 @@ def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: boo
         return MAKE_BEFORE if is_new and value.state_dict() else None
     if name in module._parameters:
         return MAKE_BEFORE if is_new and before is None else None
-    if name in module._buffers:  # A new buffer counts as a cache unless the state dict contains it.
+    if name in module._buffers:  # A new buffer counts as a cache, not as lost state, unless the state dict contains it.
         return CHANGE_IN_PLACE if before is not None else MAKE_BEFORE if name in module.state_dict() else None
     if type(value) in _KINDS and type(before) in _KINDS:
         return CHANGE_IN_PLACE if name != "training" and not _are_equal(before, value) else None
@@ -217,8 +217,9 @@ class ParameterChanges:
     may change other rows in each replica. The fault is certain only if one turn changes an element of the parameter,
     and a later turn changes the same element again.
 
-    To find elements that two replicas changed, a parameter is copied before and during a forward pass. This is done in
-    only a few forward passes, after the first forward pass in which the parameter changed.
+    To find elements of a parameter that two replicas changed, copies of the parameter are made before and during a
+    forward pass. This takes time, so it is done in only a few forward passes, once the parameter has changed in an
+    earlier one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -255,8 +256,8 @@ class ParameterChanges:
 def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> bool:
     """Return whether two replicas on the same device have changed the same element of a parameter in place.
 
-    `before`, `first` and `last` are values of the parameter at three times: before the forward pass, after the first
-    turn that changed the parameter, and at the end. If `first` and `last` differ only by rounding, they count as equal.
+    `before`, `first` and `last` are values of the parameter: before the forward pass, after the run of the first
+    replica that changed it, and at the end. If `first` and `last` differ only by rounding, they count as equal.
     """
     if first is None:  # No replica, or only the last replica, changed the parameter.
         return False
@@ -271,16 +272,16 @@ def _is_repeated(last: Tensor, before: Tensor, first: Tensor | None = None) -> b
 # `self`, its closure and its globals) still refer to the model, not to the replica.
 
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
-# The search for attributes that a hook reads ends at the first bytecode instruction whose name begins with one of these
-# strings, or at the first jump.
+# To find the attributes that a hook reads, its bytecode is searched. The search ends at the first jump, and at the
+# first instruction whose name begins with one of these strings.
 _ENDS = ("RETURN_", "RAISE_", "STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL")
 
 
 def hooks_of(model: nn.Module) -> Iterator[tuple[str, FunctionType, dict[str, Any]]]:
     """Yield (module name, function, variables) for each hook of a model. The dict of variables maps names to values.
 
-    Only hooks written in Python are found. The variables include arguments and local variables of the hook. Their value
-    is None, because they have no value before the hook is called; only `self` of a bound method has one.
+    Only hooks written in Python are found. Among the variables, arguments and local variables of a hook have the value
+    None, because they have no value before the hook is called. Only `self` of a bound method has its value.
     """
     kinds = [kind for kind in HOOKS if torch.is_grad_enabled() or "backward" not in kind]
     for module, name in names_of_modules(model).items():

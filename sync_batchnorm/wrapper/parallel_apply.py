@@ -159,7 +159,7 @@ class ForwardPass:
         if error is None or not who or is_interrupt:
             return raised
         if is_in_replica():
-            # If this wrapper is inside a replica of an outer wrapper, the outer wrapper adds the note to the error.
+            # A wrapper that runs inside a replica of an outer wrapper leaves the note to the outer wrapper.
             return error
         is_from_user = isinstance(error, Exception) and not isinstance(error, ReplicaSyncError)
         return strip_frames(error, who, describe() if is_from_user else "")
@@ -237,8 +237,8 @@ class ReplicaHandle(nn.Module):
     _sync_called: Callable[..., Any]
 
     def __init__(self, run: ReplicaRun, called: Callable[..., Any] | None = None) -> None:
-        # Do not call `nn.Module.__init__`. It would give the handle its own empty dictionaries of parameters,
-        # submodules and hooks, and these would hide the dictionaries of the replica.
+        # Do not call `nn.Module.__init__`: it would give the handle empty dictionaries of parameters, submodules and
+        # hooks, which would hide those of the replica.
         self.__dict__.update(_sync_run=run, _sync_called=called or run.replica)
 
     def __getattr__(self, name: str) -> Any:
@@ -423,7 +423,7 @@ _prepared: ContextVar[Sequence["ref[ReplicaRun]"]] = ContextVar("sync_batchnorm_
 def prepared_runs() -> list[ReplicaRun]:
     """Return the `ReplicaRun` objects of the latest call of `replicate` or `parallel_apply` in this context.
 
-    After the end of their forward pass, return an empty list.
+    If the forward pass of these runs is over, return an empty list.
     """
     runs = [run for reference in _prepared.get() if (run := reference()) is not None]
     return [run for run in runs if not run.forward_pass.coordinator.is_over]

@@ -58,8 +58,8 @@ REPLICA_MARK = "sync_batchnorm_mark"  # The name of the attribute that marks a m
 class _ReplicaMark:
     """An object that marks a module as part of a replica.
 
-    A `deepcopy` or pickle of a replica's module gets None in place of this mark, so the copy counts as a module outside
-    replicas.
+    In a `deepcopy` or pickle of a replica's module, this mark is replaced by None, so that the copy counts as a module
+    outside replicas.
     """
 
     def __reduce__(self) -> Any:
@@ -180,9 +180,9 @@ def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devic
     for i, device in enumerate(devices):
         if device in devices[i + 1 :]:
             present, following = tensors[i], tensors[devices.index(device, i + 1)]
-            # Make two views of each parameter. The first is for this replica. The second is for the next replica on
-            # this device, and is split into two views in the same way. So autograd adds two gradients at a time, and
-            # the sums do not depend on the order in which the replicas run.
+            # Each parameter is split into two views: one for this replica, and one for the next replica on this device,
+            # which splits its view again. So autograd adds two gradients at a time, and the sums do not depend on the
+            # order in which the replicas run.
             for key in differentiable:
                 tensor = present[key]
                 is_sparse = tensor.layout != torch.strided  # Sparse tensors do not support views.
@@ -341,9 +341,8 @@ def _patch_conversions() -> None:
         for name, parameter in parameters.items():
             if parameter is not None:
                 parameters[name] = on_its_device(parameter)
-        # The parameters were converted above. Hide them from torch's `_apply`, which would read `.grad` of each
-        # parameter. Torch warns about this access, because the parameters of a replica are not leaves of the autograd
-        # graph.
+        # All parameters are converted now. Hide them from torch's `_apply`, which would read `.grad` of each parameter.
+        # Torch warns about this access, because the parameters of a replica are not leaves of the autograd graph.
         vars(self)["_parameters"] = {}
         try:
             return apply(self, on_its_device, *args, **kwargs)

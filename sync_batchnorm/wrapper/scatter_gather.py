@@ -179,8 +179,8 @@ def _is_number(value: Any) -> bool:
 def _agree(leaf: Leaf, other: Any) -> bool:
     """Return whether a leaf of replica 0's output can be gathered with `other`, the same leaf of another replica.
 
-    A tensor can be gathered with any tensor, because both are concatenated, and a list with an entry for each sample
-    with any such list. Any other leaf must have the same value in both replicas.
+    Two tensors can always be gathered, because they are concatenated. So can two lists with an entry for each sample.
+    Any other leaf must have the same value in both replicas.
     """
     value = leaf.value
     if (isinstance(value, Tensor) and leaf.dim is not None) or leaf.splits_by_entry():
