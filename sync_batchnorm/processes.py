@@ -13,8 +13,8 @@ error. So on the CPU, each vector also contains the number of the layer, and all
 (`_agree_on_number`). On GPUs, the host would have to wait for the gathered numbers, so the vectors do not contain any.
 
 All processes of a group must have the same weights, and call the same layers in the same order. In a backward pass, the
-autograd engine determines this order. `DistributedDataParallel` keeps the weights equal, and itself relies on the same
-order. `torch.distributed` handles timeouts, lost processes, and vectors of different lengths.
+autograd engine determines this order. `DistributedDataParallel` keeps the weights equal, and relies on the same order
+itself. Timeouts, lost processes and layers with different numbers of channels are left to `torch.distributed`.
 """
 
 import os
@@ -121,7 +121,7 @@ def check_group(process_group: Any) -> None:
 
 
 def active_group(process_group: Group | None) -> Group | None:
-    """Return the process group whose processes exchange, or None if this process is the only one in it.
+    """Return the process group over which layers synchronize, or None if it contains only this process.
 
     If `process_group` is None, use the group of all processes.
     """
@@ -155,7 +155,7 @@ def _number_or_proposal(peers: Peers) -> float:
 
 
 def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
-    """Check that all processes called the same layer, by the layer's number. Store the number if the layer is new.
+    """Compare the layer's number with its number in the other processes. A new layer gets its number here.
 
     If processes sent different numbers, they called different layers, and each process raises an error. The error names
     the layer of this process only: in another process, the same number may belong to another layer.

@@ -30,9 +30,9 @@ HOOKS = tuple(name for name in HOOKS_AND_FLAGS if name.endswith("hooks"))
 # The base class of torch's batch norms. Without this class, only torch's five public classes would be recognized as
 # batch norms, and not the classes that users derive from it.
 BatchNormBase = _BatchNorm
-# Switches off dispatch modes in a `with` block. A selective checkpoint uses a dispatch mode to count operators, and
-# expects the same number in the recomputation. The recomputation does not merge statistics, so the operators that merge
-# them must not be counted in the forward pass.
+# Switches off dispatch modes in a `with` block. The dispatch mode of a selective checkpoint counts operators, and
+# expects the same number in the recomputation. A recomputation does not merge statistics, so the operators of a merge
+# must not be counted.
 without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 # Returns whether a transform of torch.func is active, such as vmap. Without this function, replicas inside a transform
 # would return wrong outputs without an error.

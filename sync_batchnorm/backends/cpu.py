@@ -42,8 +42,9 @@ __all__: list[str] = []
 # adversarial inputs; see the page how-it-works.md.
 LARGEST_RATIO = 256.0
 
-# The operator for statistics adds up a channels-last input row by row, and loses fewer digits if there are fewer rows.
-# So a view joins several rows into one wider row. A wider row has at most this number of elements.
+# The operator for statistics adds up the rows of a channels-last input one by one, and loses digits with each row. So
+# the input is viewed as fewer and wider rows, each of which holds several rows of the input side by side. A wider row
+# has at most this number of elements.
 WIDTH = 2048
 
 UNUSED_MOMENTUM = 0.1  # a value for operators that require a momentum even without running statistics

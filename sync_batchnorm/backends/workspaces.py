@@ -39,7 +39,7 @@ Pair = Sequence[Tensor]  # two tensors of the same shape, such as mean and inver
 
 
 class WorkspacePool:
-    """Up to 1024 workspaces (reusable memory) for vectors that agree in their devices, shape and dtype.
+    """A pool of at most 1024 workspaces (reusable memory), all for vectors of the same devices, shape and dtype.
 
     A workspace can be used again once its latest lease was deleted.
     """

@@ -1,8 +1,8 @@
 """Check that replicas of a model compute the same as one device: `assert_matches_one_device`.
 
-The obvious check compares the output of each layer. It fails for models that are right as a whole although single
-layers differ. An example is a wrapper that adds up outputs in its `gather`. Therefore only the results that the caller
-gets are compared: outputs, loss, gradients, parameters and buffers, in three training passes.
+The obvious check compares the output of each layer. But single layers may differ although the model as a whole is
+right, for example if the wrapper's `gather` adds up the outputs of replicas. So the check compares only the results
+that the caller gets: outputs, loss, gradients, parameters and buffers, in three training passes.
 
     three passes --differ--> is it rounding? --no--> faulty_module.Investigation (names the module, line and cause)
          |                         |

@@ -26,8 +26,8 @@ class RecordMode(CheckMode):
         super().__init__(dtype)
         # The recorded module calls, in the order in which they ended
         self.calls: dict[tuple[str, int], ModuleCall] = {}
-        # For each tensor that still exists: (its version counter when it was last copied, this copy). A tensor may be
-        # the output of one module and the input of the next module. Because of this dict, it is copied only once.
+        # The latest copy of each tensor that still exists, with the tensor's version counter at that time. With this
+        # dict, a tensor that is the output of one module and the input of the next module is copied only once.
         self._copies: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
     def begin(self, call: ModuleCall, arguments: Any) -> None:

@@ -138,8 +138,8 @@ class TwinRun(Twin):
         if check.path:
             self.module.set_submodule(check.path, self.parallel)
             self.parallel.register_forward_pre_hook(check.note_rows, with_kwargs=True)
-        # The user's wrapper may contain a batch norm beside `module`, for the gathered output. Copy such modules, so
-        # that the check does not change the user's buffers.
+        # The user's wrapper may have submodules beside the replicated module, such as a batch norm for the gathered
+        # output. Copy those with buffers, so that the check does not change the user's buffers.
         else:
             others = {name: child for name, child in self.parallel.named_children() if name != "module"}
             stateful = {name: child for name, child in others.items() if any(True for _ in child.buffers())}
@@ -315,7 +315,7 @@ def differences(
     sizes = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}
     for (kind, name), actual, expected in pairs_of(many, one):
         if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:
-            continue  # Scalars are not compared here, but as parts of the loss.
+            continue  # Skip scalars: they are compared as a part of the loss.
         rounding_of_largest = _ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
         size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):

@@ -37,7 +37,8 @@ from .compare_tensors import SCALARS, WHOLE, agree, leaves_by_path
 
 __all__: list[str] = []
 
-# At most this number of operations is replaced by right results, each in a pass of its own. The number is arbitrary.
+# At most this number of operations is tested, each in a pass that replaces its result by the right one. It is
+# arbitrary.
 _MOST = 5
 
 RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
@@ -134,8 +135,8 @@ def _origin_of(operation: Operation) -> Operation | None:
     roots = operation.roots()
     root = next(iter(roots)) if len(roots) == 1 else None
     if any(root and root.synchronizes for root in roots):
-        # A synchronized layer computed the wrong input of `operation`, although the layer's own inputs are right in
-        # this replica. So the fault lies in another replica.
+        # The wrong input comes from a synchronized layer, whose own input is right in this replica. So the fault lies
+        # in another replica.
         return None
     # If `root` selects rows by their values, like `nonzero`, a result of another shape than on one device may be right.
     if root and not root.fits and root.has_size_of_values():
@@ -164,8 +165,8 @@ def _line_of(operation: Operation) -> tuple[str, Operation]:
 def _line_not_run(mode: CorrectOperations, number: int) -> tuple[str, Operation | None]:
     """Return (message, operation) for a line that either one device or the replica has not run, or ("", None).
 
-    Start at the output of the module call, and go back to earlier operations, as long as the replica and one device
-    both ran the operation.
+    Follow the operations back from the output of the module call, as long as each was run both in the replica and on
+    one device.
     """
     operation = here = there = mode.of_output
     while operation and len(origins := {*operation.origins()}) == 1:

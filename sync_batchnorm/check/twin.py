@@ -70,7 +70,7 @@ class ModuleCall:
     # The arguments of the call: (args, kwargs). A call on one device keeps a copy of its arguments. A call in a replica
     # keeps its arguments only if its output is wrong.
     arguments: Any = None
-    output: Any = None  # a copy of the output of a call on one device; None for a call in a replica
+    output: Any = None  # for a call on one device, a copy of its output; None for a call in a replica
     # If the output in a replica is wrong: (name of the tensor that differs most from one device, difference in words)
     gap: tuple[str, str] = ("", "")
     # For a call on one device, this dict maps the number of each replica to the same call in the replica. The value is

@@ -177,9 +177,9 @@ def merge_replicas(
         saved_of_first.pack()
     normalized = first.backend.normalize(calls, batch)
     merged = batch, (statistics, counts, total)
-    # An activation checkpoint repeats a call in the backward pass, and then needs its merged statistics. In the forward
-    # pass of a checkpoint, saved-tensor hooks are set, or no graph is recorded. Otherwise do not send the merged
-    # statistics, because they would keep the messages of all replicas in memory.
+    # Send the merged statistics only inside an activation checkpoint, because they keep the messages of all replicas in
+    # memory. A checkpoint needs them to repeat the call in the backward pass. It sets saved-tensor hooks, or records no
+    # graph.
     may_repeat = [saved is None or saved.has_hooks for _, saved in sent]
     outputs = connect_to_graph(sent, normalized, batch)
     answers = [(output, merged if repeats else None) for output, repeats in zip(outputs, may_repeat, strict=True)]

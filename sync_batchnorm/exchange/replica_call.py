@@ -72,7 +72,7 @@ class ReplicaCall(NamedTuple):
     kind: tuple[Any, ...]  # properties that must be equal in all replicas, such as dtype and number of channels
     statistics: Sequence[Tensor]  # the statistics of the input, as `Backend.statistics` returns them
     elements: int  # the number of elements per channel in the input
-    memory: Tensor | None  # memory for the output, if the backend allocated some for this input
+    memory: Tensor | None  # memory for the output, if the backend has already allocated it
 
 
 class RememberedCall(NamedTuple):

@@ -93,8 +93,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
     _sync_layer: tuple[int, Sequence[str]] = (0, ())
     # The class that this layer had before `convert_model(model, classes=...)` converted the layer.
     _former_class: type[nn.Module] | None = None
-    # The process group that an `nn.SyncBatchNorm` had before its conversion to this layer, if the conversion has set
-    # another group.
+    # The process group of the `nn.SyncBatchNorm` that was converted to this layer; set only if the conversion has
+    # chosen another group.
     _former_process_group: Any = None
 
     # Pickles made by the older library refer to this method by name, so do not rename it.

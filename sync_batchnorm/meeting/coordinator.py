@@ -260,7 +260,7 @@ class Coordinator:
                 self._raise_broken(record)
             is_busy = record.waits_in is not None or identifier in rendezvous.messages
             is_ready = self._turns is not None and record in self._turns.ready
-            # An answer in the mailbox means that another thread of this replica waits for it.
+            # If the mailbox is not empty, another thread of this replica has not taken its answer yet.
             if is_busy or is_ready or not record.mailbox.empty():
                 # Release all replicas with an error, because an error in this thread alone may never reach the caller.
                 self._break(

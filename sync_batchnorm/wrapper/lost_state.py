@@ -25,9 +25,9 @@ from ..torch_private import HOOKS, names_of_modules
 
 __all__: list[str] = []
 
-# For each wrapper, attributes are checked in this number of forward passes in training mode, and in as many in eval
-# mode. A few are enough: a model that counts or averages something does so in each training step. The number is
-# arbitrary.
+# Attributes are checked in this number of forward passes of a wrapper; training mode and eval mode are counted
+# separately. A few passes are enough: a model that counts or averages something does so in each training step. The
+# number is arbitrary.
 LOOKS = 3
 _KINDS = frozenset({bool, int, float, complex, str})
 CHANGE_IN_PLACE = "Change buffers in place, as in self.step.add_(1), or set it outside forward()"

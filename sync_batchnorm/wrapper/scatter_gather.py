@@ -68,7 +68,7 @@ def _chunks(leaf: Leaf, dim: int | None, devices: Sequence[torch.device], by_tor
 
 
 def _move(leaf: Leaf, device: torch.device, copies: bool = False) -> Any:
-    """Move the value of a leaf to `device`, and return it.
+    """Move one value of the arguments, a leaf of their tree, to `device`, and return it.
 
     The value may be a tensor, an object with a method `to`, or a list with such values as entries. Any other object is
     returned unchanged. If `copies` is true, tensors that are already on the device are copied.
@@ -88,9 +88,9 @@ def gather_trees(
 ) -> Any:
     """Gather the outputs of all replicas: concatenate their tensors on `device`, and return one output.
 
-    A tensor is concatenated along its dimension in `dims` (the user's `out_dims`). If `dims` names no dimension for a
-    tensor, the tensor is concatenated along `dim`. Scalars become a vector, as in torch. Leaves that are not tensors
-    are taken from replica 0. Raise an error if the outputs of replicas differ in their structure.
+    `dims` is the user's `out_dims`. It may name a dimension for each tensor; the other tensors are concatenated along
+    `dim`. Scalars become a vector, as in torch. Leaves that are not tensors are taken from replica 0. Raise an error if
+    the outputs of replicas differ in their structure.
     """
     named_dims = UNSPECIFIED if dims is None else dims
     first, *others = [Tree(output, named_dims, ("output",), is_output=True) for output in outputs]
