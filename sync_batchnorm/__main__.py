@@ -104,9 +104,9 @@ def check_parity(devices: Sequence[str], dtype: str) -> str:
     parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), devices, timeout=TIMEOUT)
     errors = []
     for _ in range(2):
-        # Each device gets one chunk of the batch, and the last chunk is smaller than the others. The mean of `grad`,
-        # the gradient of the output, is near zero. If the mean were larger, the sums over `grad` would be large, and
-        # the rounding errors of these sums would come near the tolerance.
+        # The mean of `grad`, the gradient of the output, is near zero. Otherwise the sums over `grad` would be large,
+        # and their rounding errors would come near the tolerance. Each device gets one chunk of the batch; the last
+        # chunk is smaller than the others.
         input, grad = torch.randn(2, 2 * len(devices) - 1, 16, 9, 9, **options)
         in_replicas, on_one_device = step(parallel, 5 + 3 * input, grad), step(plain, 5 + 3 * input, grad)
         for actual, expected in zip(in_replicas, on_one_device, strict=True):

@@ -148,7 +148,7 @@ def active_group(process_group: Group | None) -> Group | None:
 def _number_or_proposal(peers: Peers) -> float:
     """Return the number that identifies the layer in its process group.
 
-    If the layer has no number yet, return a proposal: the next unused number, as a negative number.
+    If the layer has no number yet, return a proposal: the next unused number, marked by a minus sign.
     """
     numbers = _numbers.setdefault(peers.group, WeakKeyDictionary())
     return numbers.get(peers.layer()) or -1 - max(numbers.values(), default=0)
@@ -158,11 +158,11 @@ def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
     """Compare the layer's number with its number in the other processes. A new layer gets its number here.
 
     If processes sent different numbers, they called different layers, and each process raises an error. The error names
-    the layer of this process only: in another process, the same number may belong to another layer.
+    only the layer of its own process: in another process, the number may belong to another layer.
 
-    If the layer has no number in this process, use its number in the other processes. This happens if one process
-    continues with a new copy of its model. If the layer has no number in any process, use the largest proposed number,
-    which is unused in all of them.
+    A layer without a number in this process gets its number in the other processes. This happens if one process
+    continues with a new copy of its model. A layer without a number in any process gets the largest number that was
+    proposed, which no process uses yet.
 
     One mistake is not detected: if a process calls two layers in the wrong order, from its first forward pass on, the
     two layers get each other's numbers.

@@ -26,7 +26,7 @@ __all__: list[str] = []
 # A value of `in_dims` or `out_dims` is one of three: an int, which is the dimension of samples; None, if each replica
 # gets the whole object; or a dict, list or tuple with such values for the children of a container.
 Dims = Any
-UNSPECIFIED: Any = "unspecified"  # the value of a leaf's dimension if the user named none for this leaf
+UNSPECIFIED: Any = "unspecified"  # for a leaf for which the user named no dimension
 # The path to a node of a tree: the name of the tree, then the keys, indices and fields from the root down to the node.
 Path = tuple[Any, ...]
 
@@ -66,7 +66,7 @@ def is_sequence_type(kind: type) -> bool:
 def has_to_method(kind: type) -> bool:
     """Return whether the instances of a class have a method `to(device)` that returns a moved object.
 
-    The result is False for a module, because `nn.Module.to` moves the module itself, in place.
+    Modules are no such objects: `nn.Module.to` moves the module itself, in place.
     """
     return hasattr(kind, "to") and not issubclass(kind, nn.Module)
 

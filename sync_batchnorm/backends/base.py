@@ -167,8 +167,8 @@ class BatchStatistics(NamedTuple):
         """Add up two vectors over all processes. Set the second vector to zero in channels whose variance was clamped
         to `eps`.
 
-        In a channel whose variance was below `eps`, and was replaced by `eps`, the output does not depend on the
-        variance. So the gradient through the variance, which the second vector holds, is zero in this channel.
+        If the variance of a channel is below `eps`, and `eps` replaces it, the output does not depend on the variance.
+        So the gradient through the variance, the second vector, is zero in this channel.
         """
         total = total if self.reduce is None else self.reduce(total)
         if self.clamped is not None:
@@ -327,12 +327,12 @@ def _input_gradient(replica: BackwardInput, normalized: Tensor, invstd: Tensor, 
     """Return the gradient of one replica's input, ``invstd * (dy - mean_dy - normalized * mean_dy_normalized)``.
 
     dy is the gradient of the replica's output, multiplied by the replica's weight. `normalized` is the replica's
-    normalized input. `means`, ``(2 * C,)``, holds mean_dy and mean_dy_normalized: two means over the inputs of all
+    normalized input. `means`, ``(2 * C,)``, holds the means of dy and of ``dy * normalized`` over the inputs of all
     replicas.
     """
     mean_dy, mean_dy_normalized = means.to(replica.input.device, non_blocking=True).chunk(2)
-    # In an expression, torch uses the memory format of the first operand. So the first operand must be as large as the
-    # input.
+    # Torch gives the result of an expression the memory format of the first operand. A vector has no such format, so
+    # the first operand must be as large as the input.
     grad_input = normalized * -per_channel(mean_dy_normalized, normalized) - per_channel(mean_dy, normalized)
     if replica.grad_output is not None:
         dy = replica.grad_output.to(normalized.dtype)

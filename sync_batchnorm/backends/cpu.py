@@ -141,7 +141,7 @@ def _sums(replicas: Sequence[BackwardInput], batch: BatchStatistics, dtype: torc
 
 
 def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: torch.dtype) -> AffineArguments:
-    """Return the second term of the input gradient, which is the same linear function of the input x in all replicas.
+    """Return a part of the input gradient: a linear function of the input x with the same coefficients in all replicas.
 
     The function is ``-factor / N * (sum dy + (x - mean) * invstd * sum dy_normalized)``, with sums over all replicas.
     If the parameters of replicas differ, the caller multiplies dy by the weights before it adds up dy, and passes the
@@ -235,7 +235,8 @@ def is_precise(mean: Tensor, var: Tensor, eps: float) -> bool:
 def exact_moments(input: Tensor, fast_mean: Tensor, memory: Tensor | None) -> Moments:
     """Compute the mean and variance of `input` precisely: first subtract `fast_mean`, its approximate mean.
 
-    `memory` is the memory for the layer's output, or None. The function may write ``input - fast_mean`` into it.
+    `memory`, if it is not None, will later hold the layer's output. Until then, the function may write
+    ``input - fast_mean`` into it.
     """
     # Do not subtract a mean that is infinite or NaN: the subtraction would turn finite values into infinite values or
     # NaN.

@@ -51,8 +51,8 @@ class Cuda(Backend):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Merge the statistics, and update the running statistics, by a single operator.
 
-        In some cases, for example with ``momentum=None``, the operator cannot update the running statistics. Then
-        further operators do.
+        For some options, such as ``momentum=None``, the operator cannot update the running statistics. Then update them
+        by further operators.
         """
         if isinstance(total, int) and total == 0:
             return super().merge(statistics, counts, total, layer, workspace)

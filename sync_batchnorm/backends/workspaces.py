@@ -45,7 +45,8 @@ class WorkspacePool:
     """
 
     def __init__(self) -> None:
-        self.workspaces: dict[ref[Lease], Workspace] = {}  # all workspaces of the pool, each under its latest lease
+        # the workspaces of the pool; each key is the latest lease on the workspace
+        self.workspaces: dict[ref[Lease], Workspace] = {}
         self._ended: list[ref[Lease]] = []
 
     def take(self, lease: "Lease") -> "Workspace":
@@ -123,8 +124,9 @@ class Lease:
 
     def __init__(self, pools: ref[WorkspacePools] | None, devices: tuple[torch.device, ...], vector: Tensor) -> None:
         self.pools, pool = pools, None
-        # Reuse memory only on several GPUs, where all kernels of an exchange run on the default streams, one after the
-        # other. On a single GPU, kernels that run on other streams may still read the memory.
+        # Reuse memory only on several GPUs: there, all kernels of an exchange run on the default streams, one after the
+        # other. On a single GPU, layers may run on any stream, and a kernel on another stream may still read the
+        # memory.
         by_kind = None if pools is None or len(devices) == 1 or devices[0].type != "cuda" else pools()
         try:
             if by_kind is not None and vector.data_ptr():

@@ -102,9 +102,9 @@ class Operation:
     called: Any = None  # the call as (torch function, args, kwargs); None for a call of a submodule
     on_one: "Operation | None" = None  # the same operation on one device, or None if one device has not run it
     rows: Rows = WHOLE  # which rows of the batch are in the replica's chunk
-    # The inputs that differ from one device, as pairs (in the replica, on one device). A pair for a number or string
-    # holds the two values. A pair for a tensor holds the two operations that computed the tensor; None stands for an
-    # operation outside the observed code.
+    # The wrong inputs, as pairs (in the replica, on one device). A pair for a number or string holds the two values. A
+    # pair for a tensor holds the two operations that computed the tensor; None stands for an operation outside the
+    # observed code.
     different_inputs: list[tuple[Any, Any]] = field(default_factory=list)
     # If an input is a similarity matrix, with an entry for each pair of samples: the operation that computed this
     # matrix
@@ -130,21 +130,20 @@ class Operation:
         return self.on_one is not None and not self.origins()
 
     def gets_the_same_floats(self) -> bool:
-        """Return whether inputs from other operations agree with one device, and the result holds only float or complex
-        tensors."""
+        """Return whether `gets_the_same()` holds, and all results are float or complex tensors."""
         results = tensors_of(self.on_one and self.on_one.result)
         return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
     def roots(self) -> "set[Operation | None]":
-        """Return the earliest operations that differ from one device and lead to the wrong inputs of this operation.
+        """Return the operations in which the wrong inputs of this operation have their origin.
 
         None stands for an operation that is unknown.
         """
         pairs = self.origins()
         origins = {here if here and here.on_one is there and here.differs else None for here, there in pairs}
         roots = {root for origin in origins for root in (origin.roots() if origin else {None})} or {self}
-        # If one operation computed all wrong inputs, and its own inputs went wrong in several other operations, return
-        # that one operation.
+        # If a single operation computed all wrong inputs, from several wrong inputs of its own, return this single
+        # operation.
         return roots if len(roots) == 1 or len(origins) > 1 else origins
 
     def has_size_of_values(self) -> bool:
@@ -250,7 +249,7 @@ class RecordOperations(_OperationMode, RecordMode):
 
     def __init__(self, dtype: torch.dtype, key: CallKey | None) -> None:
         super().__init__(dtype, key)
-        self.operations = dict[Place, list[Operation]]()  # maps each place in the source code to a list of its runs
+        self.operations = dict[Place, list[Operation]]()  # for each place in the source code, all its runs in order
         self.arguments = self.output = None  # copies of the inputs and of the output of the observed module call
         # The line of the user's code that calls the observed module; None if a container of torch, such as
         # nn.Sequential, calls the module.
@@ -297,10 +296,10 @@ class CorrectOperations(_OperationMode):
         self._alive: list[Tensor] = []  # keeps results alive, because Python may reuse the id of a freed tensor
         # The first possibly faulty call at each place in the source code
         self.candidates = dict[Place, Operation]()
-        self.is_right = False  # whether the output of the observed call agrees with one device
+        self.is_right = False  # whether the output of the observed call is the same as on one device
         self.output: Any = None  # output of the observed call
-        # A stand-in for an operation that uses the output of the observed module call. The search for a line that ran
-        # only on one device, or only in the replica, goes back from here.
+        # A stand-in for the operation that comes after the observed module call, and gets its output. A search starts
+        # here and goes backwards, to find a line that ran only on one device, or only in the replica.
         self.of_output: Operation | None = None
 
     def end(self, call: ModuleCall, output: Any) -> Any:

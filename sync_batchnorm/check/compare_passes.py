@@ -26,8 +26,8 @@ from .twin import CheckMode, Twin, copied, go_backward, pads_samples, rows_of_ch
 __all__: list[str] = []
 
 IN_FORWARD = ("output", "value", "loss")  # kinds of results that need no backward pass
-# The number of passes with a backward pass; these passes come first. More would take too long. One would not be enough:
-# if a replica loses state in the first pass, the gradients may be right in the first pass, and wrong in the second.
+# The first passes, of this number, include a backward pass. More would take too long. One would not be enough: if a
+# replica loses state in the first pass, the gradients may be right in the first pass, and wrong in the second.
 _TRAINING = 2
 # To measure rounding errors, parameters are perturbed by about this fraction of their values.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -139,7 +139,7 @@ class TwinRun(Twin):
             self.module.set_submodule(check.path, self.parallel)
             self.parallel.register_forward_pre_hook(check.note_rows, with_kwargs=True)
         # The user's wrapper may have submodules beside the replicated module, such as a batch norm for the gathered
-        # output. Copy those with buffers, so that the check does not change the user's buffers.
+        # output. Copy the ones that have buffers, because the check must not change the user's buffers.
         else:
             others = {name: child for name, child in self.parallel.named_children() if name != "module"}
             stateful = {name: child for name, child in others.items() if any(True for _ in child.buffers())}
@@ -258,8 +258,8 @@ def _numbers_in(output: Any) -> dict[str, Tensor]:
 def _unseen_in(output: Any) -> dict[str, str]:
     """Return those objects in an output of the model that may hold tensors which the check cannot find.
 
-    The result maps the path of an object in the output to the name of its class. If the output holds no tensor, number
-    or string, the check cannot compare anything, and the result holds all objects of the output.
+    The result maps paths of objects in the output to the names of their classes. It holds all objects of the output if
+    none of them is a tensor, number or string, because then the check cannot compare anything.
     """
     tree = Tree(output, path=("output",), is_output=True)
     compared = [leaf.path for leaf in tree.leaves if isinstance(leaf.value, (Tensor, *SCALARS))]
@@ -290,7 +290,8 @@ class Difference(NamedTuple):
     """One difference between the results of a pass on one device and in replicas."""
 
     kind: str  # kind of the result, such as "output" or "gradient" (see `Observed`)
-    name: Any  # name of the result; None for a random loss, and for a wrong number of outputs or wrong shapes
+    # name of the result; None if it has no name, as for a random loss, or if the number or the shapes of outputs differ
+    name: Any
     text: str  # the difference in words
 
 
@@ -422,7 +423,7 @@ def beyond_rounding(check: Check, index: int, pair: Pair) -> Difference | None:
 def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey, float]:
     """Run the pass with slightly changed parameters, and return the change of each result, times a safety margin.
 
-    Return the larger of the two changes of each result: the change in replicas, and the change on one device.
+    The perturbation changes each result twice: in replicas, and on one device. Return the larger of the two changes.
 
     Args:
         check: the model and options of the check.
@@ -441,7 +442,7 @@ def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey
 def _is_state(check: Check, index: int, pair: Pair, name: str) -> bool:
     """Return whether a buffer carries state, so that its value before a pass affects its value after the pass."""
     side = TwinRun(check, True, index)
-    with suppress(Exception):  # The check changed the buffer, so `forward` may raise an error.
+    with suppress(Exception):  # The changed buffer may make `forward` raise an error.
         buffer = dict(side.module.named_buffers())[name]
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
         return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))

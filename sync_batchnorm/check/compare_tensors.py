@@ -220,7 +220,7 @@ def is_unsplit(argument: Any, on_one: Any, total: int) -> bool:
 def gap_text(output: Any, on_one: Any, rows: Rows) -> tuple[str, str]:
     """Compare a replica's output with one device; return (name of the tensor with the largest gap, gap in words).
 
-    If all tensors of the output agree with one device, return two empty strings.
+    Return two empty strings if the output agrees with one device.
     """
     names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
     largest_gap, description = 0.0, ("", "")
@@ -265,6 +265,7 @@ def corrected(actual: Tensor, right: Tensor) -> Tensor:
     """
     corrected = right.clone()
     if actual.requires_grad and bool(actual.isfinite().all()):  # inf - inf would be NaN.
-        # If `actual` and `right` are padded to different shapes, only the entries inside both shapes get a gradient.
+        # `actual` and `right` may be padded to different shapes. Gradients then flow only through entries inside both
+        # shapes.
         corrected[tuple(map(slice, actual.shape))] += (actual - actual.detach())[tuple(map(slice, right.shape))]
     return corrected

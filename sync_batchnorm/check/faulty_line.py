@@ -37,8 +37,7 @@ from .compare_tensors import SCALARS, WHOLE, agree, leaves_by_path
 
 __all__: list[str] = []
 
-# At most this number of operations is tested, each in a pass that replaces its result by the right one. It is
-# arbitrary.
+# At most this number of operations is tested, each in a pass of its own. The number is arbitrary.
 _MOST = 5
 
 RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
@@ -118,9 +117,9 @@ def _search(take: Callable[[Accepts], CorrectOperations | None], number: int = 0
     candidates = [*filter(Operation.gets_the_same_floats, together.candidates.values() if together else ())]
     for operation in candidates[:_MOST]:
         alone = patch_alone(operation)
-        # To test an operation, a patch replaces its result by the right one. The message names the operation if this
-        # alone makes the output right. It also names the operation if this alone changes the output, and the patches of
-        # all operations together make the output right.
+        # To test an operation, replace its result by the right result (a patch). If this makes the output right, the
+        # operation is named. If it only changes the output, the operation is named if the patches of all operations
+        # together make the output right.
         contributes = alone and together and together.is_right and not agree(alone.output, as_it_is.output)
         if alone and (alone.is_right or contributes):
             return _line_of(operation)
@@ -138,7 +137,8 @@ def _origin_of(operation: Operation) -> Operation | None:
         # The wrong input comes from a synchronized layer, whose own input is right in this replica. So the fault lies
         # in another replica.
         return None
-    # If `root` selects rows by their values, like `nonzero`, a result of another shape than on one device may be right.
+    # If `root` selects rows by their values, like `nonzero`, its result may be right although it has another shape than
+    # on one device.
     if root and not root.fits and root.has_size_of_values():
         root = None if any(here and here.fits for here, _ in operation.origins()) else operation
     # If `operation` itself is the call of a submodule, do not return it. All module calls were compared before this
@@ -204,7 +204,7 @@ def _cause(check: Check, index: int, key: tuple[str, int], operation: Operation)
 def _varies(operation: Operation, before: RecordOperations, after: RecordOperations) -> bool:
     """Return whether an operation returns different results in two passes.
 
-    If the module call around the operation gets different inputs in the two passes, return False.
+    Return False if different inputs reached the surrounding module call.
     """
     if not agree(before.arguments, after.arguments) or operation.on_one is None:
         return agree(before.arguments, after.arguments) and before.times != after.times

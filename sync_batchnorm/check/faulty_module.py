@@ -118,9 +118,9 @@ class Investigation:
         kind, name = self._difference[:2]
         why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
-        # Do not trust `cause_of` in two cases. It blames every buffer that changes in place, but a synchronized layer
-        # may change its buffers. It also blames the user's loss function for a wrong loss, but this function may get a
-        # list from the user's own `gather`, and gets a tensor on one device.
+        # `cause_of` is wrong in two cases. It blames any buffer that changes in place, but a synchronized layer may
+        # change its buffers. And it blames the user's loss function, which may get a list from the user's own `gather`,
+        # but gets a tensor on one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 
@@ -138,7 +138,7 @@ class Investigation:
     def _rows(self) -> str:
         """Return a note if an output in replicas has the same rows as on one device, but in another order.
 
-        The order can differ if the output has more or fewer rows than the batch has samples. For example, if a model
+        The samples may be in another order if the output has more or fewer rows than the batch. For example, if a model
         computes two views of each sample, the output `torch.cat([z1, z2])` has twice as many rows.
         """
         one, many = (taken["output"].get(self._difference.name) for taken in (self._of_one, self._of_many))
@@ -158,7 +158,8 @@ class Investigation:
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
-        """Run the pass in replicas again, with the function modes `modes`. Return whether the wrong result changes."""
+        """Run the pass in replicas again, under the function modes `modes`. Return whether this changes the wrong
+        result."""
         kind, name = self._difference[:2]
         # A patch may change the shape of an output, and later code may raise an error for the new shape.
         with suppress(FailsInReplicas):
@@ -292,7 +293,7 @@ class Investigation:
 
 
 def _text_of_calls(run: TwinRun, on_one: Mapping[str, int], remedy: str, path: str = "") -> str:
-    """Return a note about a synchronized layer that a replica calls more or fewer times than one device.
+    """Return a note about a synchronized layer that runs more often, or less often, in a replica than on one device.
 
     Args:
         run: the run in replicas.

@@ -49,8 +49,9 @@ def seed(number: int) -> None:
         numpy.random.seed(number)
 
 
-# The hooks of the check call the following function. It is overridable, so torch passes each call to the function mode
-# that is active in the thread. In a replica's thread, this mode is the `CheckMode` of the replica.
+# The hooks of the check call the following function. Torch passes each call of it to the function mode that is active
+# in the thread, because the function is marked as overridable. In a replica, this mode is the `CheckMode` of the
+# replica.
 @wrap_torch_function(lambda name, *_: (name,))
 def notify_module_call(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
     """Tell the function mode of this thread that a module call begins, or, if `output` is given, that it has ended."""
@@ -133,9 +134,9 @@ class CheckMode(TorchFunctionMode):
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and (self.failed is None or self.failed[1] is not error):
             self.failed = self._running[-1], error
-        # `_running` is a stack of the running calls. After an error, it may contain calls that have ended, if the error
-        # skipped our hook at their end. It may lack the call that ends now, if a hook of the user failed before our
-        # hook at the start of the call.
+        # `_running` is a stack of the running calls. After an error, it may hold calls that have ended: the error
+        # skipped our hooks at their end. Or the call that ends now may be missing: a hook of the user failed before our
+        # hook at its start.
         while any(call.module is module for call in self._running):
             call = self._running.pop()
             if call.module is module:
@@ -430,8 +431,8 @@ def pads_samples(parallel: CheckedWrapper, inputs: Any, kwargs: Any) -> bool:
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:
     """Return the number of rows in each of the chunks that the user's own `scatter` has made.
 
-    Return the sizes along the first dimension that seems to hold samples: its sizes in all chunks add up to a size in
-    the batch, as 2 + 2 + 1 rows add up to 5. If there is no such dimension, return the lengths of lists.
+    Return the sizes along the dimension of samples. A dimension counts as such if its sizes in all chunks add up to a
+    size in the batch, as 2 + 2 + 1 rows add up to 5. If there is none, return the lengths of lists.
 
     Args:
         chunks: a list of pairs (args, kwargs), one pair for each chunk.

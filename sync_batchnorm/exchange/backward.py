@@ -67,7 +67,7 @@ class Saved:
 
     Without saved-tensor hooks, this object holds input and weight itself, because this takes less time than an autograd
     node. With saved-tensor hooks, such as those of an activation checkpoint, `pack` moves both into an autograd node,
-    and thereby calls the hooks.
+    which calls the hooks.
     """
 
     __slots__ = (
@@ -85,16 +85,16 @@ class Saved:
             or (weight is not None and weight.requires_grad)
             or (bias is not None and bias.requires_grad)
         )
-        # The input, saved for the backward pass. With saved-tensor hooks, an autograd node saves the input, and `kept`
-        # is the output of this node. After a backward pass without `retain_graph`, `kept` is None.
+        # The saved input. With saved-tensor hooks, it is replaced by the output of an autograd node that has saved the
+        # input. After a backward pass without `retain_graph`, it is None.
         self.kept: Any = input
-        # A backward pass drops the saved input, but keeps the saved weight, which takes little memory. Otherwise a
-        # backward pass in another thread could still get the input, and then find no weight.
+        # A backward pass drops the saved input, but keeps the saved weight, which takes little memory. If it dropped
+        # both, a backward pass in another thread could get the input just before, and then find no weight.
         self._weight = weight
         self._input_version, self._weight_version = input._version, 0 if weight is None else weight._version
         if has_hooks:
             self.stream = current_stream(input.device)
-            # The unpacked input and weight, by the number of the backward pass for which they were unpacked.
+            # Maps the number of a backward pass to the input and weight that were unpacked for this pass.
             self.unpacked: dict[int, InputAndWeight] = {}
 
     def pack(self) -> None:

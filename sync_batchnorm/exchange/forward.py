@@ -82,8 +82,8 @@ def _exchange_without_modes(
     """Exchange on the default streams, without autocast, and without the modes of a checkpoint; see NOTE [streams].
 
     The dispatch modes of a selective checkpoint record the operators of the forward pass, and expect the same operators
-    in the recomputation. But a recomputation of this layer runs fewer operators, because it does not exchange. And the
-    modes would save results of operators before their values are computed. So the exchange runs without these modes.
+    in the recomputation. But a recomputation of this layer does not exchange, so it runs fewer operators. The modes
+    would also save tensors that the exchange fills only later. So the exchange runs without these modes.
 
     The exchange runs without autocast, which would change the dtype when statistics are concatenated, or refuse tensors
     of different dtypes.
@@ -172,14 +172,14 @@ def merge_replicas(
 
     saved_of_first = sent[0][1]
     if first.connection.pipe is None and saved_of_first is not None and saved_of_first.has_hooks:
-        # Several replicas passed their tensors to the saved-tensor hooks before they sent their messages, each in its
-        # own thread. If there is only one replica, do it here.
+        # The tensors of a replica are passed to the saved-tensor hooks. Several replicas do this before they send their
+        # messages, each in its own thread. A single replica does it here.
         saved_of_first.pack()
     normalized = first.backend.normalize(calls, batch)
     merged = batch, (statistics, counts, total)
-    # Send the merged statistics only inside an activation checkpoint, because they keep the messages of all replicas in
-    # memory. A checkpoint needs them to repeat the call in the backward pass. It sets saved-tensor hooks, or records no
-    # graph.
+    # Only an activation checkpoint needs the merged statistics in the answer, to repeat the call in the backward pass.
+    # A checkpoint sets saved-tensor hooks, or records no graph. In all other cases, leave them out, because they keep
+    # the messages of all replicas in memory.
     may_repeat = [saved is None or saved.has_hooks for _, saved in sent]
     outputs = connect_to_graph(sent, normalized, batch)
     answers = [(output, merged if repeats else None) for output, repeats in zip(outputs, may_repeat, strict=True)]

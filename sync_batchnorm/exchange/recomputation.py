@@ -11,8 +11,8 @@ that the replica got in the forward pass. The connection of the replica remember
 If the forward pass called the layer several times, as in a siamese net, the recomputation looks for the call whose
 input had the same statistics.
 
-The repeated call returns the same values as the call in the forward pass, and saves the same tensors. But nobody must
-differentiate its output, as a reentrant checkpoint does: the gradients would be those of one replica alone, without the
+The repeated call returns the same values as the call in the forward pass, and saves the same tensors. But a backward
+pass through its output, as in a reentrant checkpoint, would compute the gradients of one replica alone, without the
 sums of the other replicas. So `_refuse_gradient` makes such a backward pass raise an error.
 
 Torch's batch norm updates the running statistics again in a recomputation. To do the same, the recomputation in replica

@@ -145,7 +145,7 @@ def _rebind_methods(modules: Modules, former_classes: Mapping[nn.Module, type[nn
 def _rebind(value: Any, former_classes: Mapping[nn.Module, type[nn.Module]]) -> Any:
     """If `value` is a bound method of a converted layer, return the same method of the layer's new class.
 
-    For a bound method inside a `functools.partial`, return a partial of the new class's method. Return any other value
+    If the bound method is inside a `functools.partial`, return a partial of the new method. Return any other value
     unchanged.
     """
     if isinstance(value, functools.partial):
@@ -285,8 +285,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
     @functools.wraps(init)
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # A class that is defined while the patch is active may keep this `__init__` in a variable. After the end of the
-        # patch, when `is_open` is False, this `__init__` must not convert layers.
+        # A class that is defined while the patch is active may keep a reference to this `__init__`. So this `__init__`
+        # converts layers only while `is_open` is True, before the end of the patch.
         if is_open and not isinstance(self, nn.SyncBatchNorm) and (reason := _convert(self, {}, {})):
             warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 

@@ -93,8 +93,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     _sync_layer: tuple[int, Sequence[str]] = (0, ())
     # The class that this layer had before `convert_model(model, classes=...)` converted the layer.
     _former_class: type[nn.Module] | None = None
-    # The process group of the `nn.SyncBatchNorm` that was converted to this layer; set only if the conversion has
-    # chosen another group.
+    # If the conversion of an `nn.SyncBatchNorm` has chosen another process group, this is the group that it had before.
     _former_process_group: Any = None
 
     # Pickles made by the older library refer to this method by name, so do not rename it.

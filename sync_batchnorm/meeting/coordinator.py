@@ -108,8 +108,7 @@ class Coordinator:
     def runs_here(self, number: int) -> bool:
         """Return whether the current thread is the thread that runs this replica.
 
-        Other threads that the replica has started may inherit its context variables. The result is False in these
-        threads.
+        The result is False in other threads that the replica has started, even if they inherited its context variables.
         """
         return self._listed[number].thread == get_ident()
 
@@ -238,8 +237,8 @@ class Coordinator:
                     order = record.was_released, isinstance(error, ReplicaSyncError), record.number
                     failures.append((order, str(record), error))
                     record.failure = None
-            # If no replica failed, but the forward pass broke, and some replicas did not end in time, report the error
-            # that broke it.
+            # If the forward pass broke without a failed replica, and some replicas did not end in time, report the
+            # error that broke it.
             if not failures and self.has_given_up:
                 for record in self._records.values():
                     if record.was_released:
@@ -424,8 +423,8 @@ class Coordinator:
         The error names the replicas for which this replica waited. If those replicas still run, notes on the error show
         their call stacks.
 
-        If this replica waits for its turn while another replica waits in a layer, the error describes the wait in the
-        layer, because that wait is nearer to the cause.
+        If this replica waits for its turn, and another replica waits in a layer, describe the wait in the layer in the
+        error: it is nearer to the cause.
         """
         remedy = "pass a longer timeout= if it is only slow"
         rendezvous = record.waits_in or (self._waiting[0].waits_in if self._waiting else None)

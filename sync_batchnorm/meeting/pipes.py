@@ -115,8 +115,8 @@ class SyncMaster(_Member):
         SyncMaster.__init__(self, state["master_callback"])
 
     def reset(self) -> None:
-        """Forget all slaves. Inside a replication callback, exchange with the replicas of its forward pass from now
-        on."""
+        """Forget all slaves. Inside a replication callback, exchange with the replicas of the callback's forward pass
+        from now on."""
         callback = running_callback.get() or RunningCallback(Coordinator(), name="a SyncMaster of its own")
         self._coordinator, self._rendezvous = callback.coordinator, Rendezvous(callback.name, callback.number)
         self._coordinator.add_replica(callback.number)

@@ -109,9 +109,9 @@ class Arguments:
         if not self._inputs and not self._kwargs:
             return (), ()
         if self._most > 1:
-            # If there are fewer chunks than devices, leave the last devices unused. `nn.DataParallel` behaves
-            # differently: arguments without tensors have a copy on every device, so it also calls the replicas on the
-            # last devices, with these arguments only.
+            # If there are fewer chunks than devices, leave the last devices unused. `nn.DataParallel` also runs
+            # replicas on the last devices, with arguments that hold no tensors, because it copies such arguments to all
+            # devices.
             devices = devices[: len(self.sizes)]
         if len(devices) == 1 and self._are_on(devices[0]):
             return (self._inputs,), (self._kwargs,)
@@ -171,7 +171,7 @@ class Arguments:
     def describe_split(self) -> str:
         """Return a text for the note on an error: how many rows of each tensor argument go to each replica.
 
-        Describe only tensors for which `in_dims` names no dimension. If no such tensor was split, the text is empty.
+        The text describes tensors that were split without an entry in `in_dims`. If there are none, it is empty.
         """
         cut: list[str] = []
         for leaf, dim in zip(self.tree.leaves, self.dims, strict=True):

@@ -195,7 +195,7 @@ class _ReplicationMixin(DataParallel[Any]):
         try:
             contexts = execute_callbacks(replicas, coordinator, pools_of(self))
         except BaseException as error:
-            # If a replication callback fails, layers may keep a `SyncMaster` from the callbacks before. Abort the
+            # If a replication callback fails, layers may keep a `SyncMaster` from callbacks that ran before. Abort the
             # coordinator, so that a later exchange through this `SyncMaster` raises an error instead of waiting
             # forever.
             coordinator.abort(error, 0.0)
@@ -218,9 +218,8 @@ class _ReplicationMixin(DataParallel[Any]):
         describe_split = _default_steps_run.get({}).get((self, "scatter"), str)
         outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [describe_split(), look.note()])))
         look.warn()
-        # Warn about plain batch norms if no synchronized layer exchanged in this forward pass. Replicas that the user
-        # made are an exception, because another coordinator may connect their layers. For such replicas, `original` is
-        # the replica itself.
+        # Warn about plain batch norms if no synchronized layer exchanged in this forward pass. Do not warn if the user
+        # made the replicas (if `original` is a replica), because another coordinator may connect their layers.
         if not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica:
             layers: Any = [it for it in runs[0].replica.modules() if vars(it).get("_sync_connection") is not None]
             if any([layer.training and layer.group_size != 1 for layer in layers]):
@@ -311,7 +310,7 @@ def patch(data_parallel: DataParallel[Any]) -> None:
 
 
 def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
-    """After a wrapper's patch is removed, drop its devices that `nn.DataParallel` does not support.
+    """Drop the devices that `nn.DataParallel` does not support, after the patch of a wrapper is removed.
 
     `nn.DataParallel` supports neither the CPU nor several replicas on one device.
     """
@@ -324,8 +323,8 @@ def drop_unsupported_devices(data_parallel: DataParallel[Any]) -> None:
 def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
     """Return a `ReplicaHandle` for each object in `replicas`. All handles belong to one `ForwardPass`.
 
-    A user's `parallel_apply` may replace handles by functions or modules that call them. Each of these gets a new
-    handle, for the `ReplicaRun` that `replicate` prepared at the same index of the list.
+    A user's `parallel_apply` may replace handles by functions or modules that call the handles. Such a function or
+    module gets a new handle, for the `ReplicaRun` that `replicate` prepared at the same index of the list.
     """
     if {*map(type, replicas)} == {ReplicaHandle}:
         return list(replicas)

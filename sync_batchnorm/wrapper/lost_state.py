@@ -218,8 +218,8 @@ class ParameterChanges:
     and a later turn changes the same element again.
 
     To find elements of a parameter that two replicas changed, copies of the parameter are made before and during a
-    forward pass. This takes time, so it is done in only a few forward passes, once the parameter has changed in an
-    earlier one.
+    forward pass. This takes time. So it is done only for parameters that changed in an earlier forward pass, and in
+    only a few forward passes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -280,8 +280,8 @@ _ENDS = ("RETURN_", "RAISE_", "STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL")
 def hooks_of(model: nn.Module) -> Iterator[tuple[str, FunctionType, dict[str, Any]]]:
     """Yield (module name, function, variables) for each hook of a model. The dict of variables maps names to values.
 
-    Only hooks written in Python are found. Among the variables, arguments and local variables of a hook have the value
-    None, because they have no value before the hook is called. Only `self` of a bound method has its value.
+    Only hooks written in Python are found. Arguments and local variables of a hook are None in the dict, because they
+    have no value before the hook is called; only `self` of a bound method has its value.
     """
     kinds = [kind for kind in HOOKS if torch.is_grad_enabled() or "backward" not in kind]
     for module, name in names_of_modules(model).items():

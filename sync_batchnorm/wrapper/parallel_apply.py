@@ -29,8 +29,8 @@ start the thread of a replica itself. Instead, it starts a helper thread, with t
 is handled in the helper thread, so the helper can start the `Thread` object of the replica. The replica needs a
 `Thread` object because debuggers do not see other threads.
 
-The caller's thread keeps only a weak reference to the `Thread` object, so that it never frees this object. Freeing it
-runs Python code of `threading`, where an exception of a signal handler would be lost.
+The caller's thread keeps only a weak reference to the `Thread` object, so that the object is freed in another thread.
+Freeing it runs Python code of `threading`, where an exception of a signal handler would be lost.
 """
 
 from _thread import start_new_thread
@@ -133,8 +133,8 @@ class ForwardPass:
                 autocast = partial(torch.autocast, kind, dtype=dtype, cache_enabled=cache)
                 modes.append(lambda _, autocast=autocast: autocast())
         default = torch.get_default_device()
-        # If the caller has set a default device other than the CPU, a replica on a device of the same type gets its own
-        # device as the default device.
+        # If the caller has set a default device (other than the CPU), a replica on a device of this type runs with its
+        # own device as the default device.
         if default.type != "cpu":
             modes.append(lambda device: device if device.type == default.type else default)
         self.modes, self.context = modes, copy_context()

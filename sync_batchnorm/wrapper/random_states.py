@@ -12,8 +12,8 @@ state of this replica:
     generator    caller | replica 0 | replica 1 | replica 0 | caller
     states         c    |    s0     |    s1     |    s0'    |   c'
 
-In this table, c is the state of the caller's generator before the forward pass, and c' its state afterwards. If any
-replica drew random numbers, c' is one random number ahead of c. Otherwise c' is equal to c.
+Here, c is the state of the caller's generator before the forward pass, and c' its state afterwards. If any replica drew
+random numbers, c' is one random number ahead of c. Otherwise c' is equal to c.
 
 NOTE [one state at a time]: Torch holds the lock of a random generator while it copies the state of the generator into a
 tensor. The garbage collector may run at this point, and release the GIL to another thread. If the other thread waits

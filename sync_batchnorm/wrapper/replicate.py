@@ -180,9 +180,9 @@ def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devic
     for i, device in enumerate(devices):
         if device in devices[i + 1 :]:
             present, following = tensors[i], tensors[devices.index(device, i + 1)]
-            # Each parameter is split into two views: one for this replica, and one for the next replica on this device,
-            # which splits its view again. So autograd adds two gradients at a time, and the sums do not depend on the
-            # order in which the replicas run.
+            # Split each parameter into two views: one for this replica, and one for the next replica on this device,
+            # which splits its view again. Autograd then adds the gradients of two views at a time, so the sums do not
+            # depend on the order in which the replicas run.
             for key in differentiable:
                 tensor = present[key]
                 is_sparse = tensor.layout != torch.strided  # Sparse tensors do not support views.
@@ -202,9 +202,9 @@ def _broadcast_by_node(devices: Devices, originals: Tensors, broadcast: Callable
     A single autograd node broadcasts all tensors, except tensors with hooks or with a `grad_fn`.
     """
     copies: list[Tensors] = [{} for _ in devices]
-    # Autograd calls the hooks of every input of a node, even if no gradient arrives for this input. On one device, no
-    # hook is called without a gradient. To behave like one device, give each tensor with hooks, or with a `grad_fn`, a
-    # broadcast node of its own.
+    # If a node has several inputs, autograd calls the hooks of all of them, even of an input without a gradient. On one
+    # device, no hook is called without a gradient. So each tensor with hooks, or with a `grad_fn`, gets a broadcast
+    # node of its own.
     groups: dict[int, Tensors] = {}
     for key, tensor in originals.items():
         groups.setdefault(key if has_hooks(tensor) or tensor.grad_fn is not None else 0, {})[key] = tensor

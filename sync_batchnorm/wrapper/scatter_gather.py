@@ -88,9 +88,9 @@ def gather_trees(
 ) -> Any:
     """Gather the outputs of all replicas: concatenate their tensors on `device`, and return one output.
 
-    `dims` is the user's `out_dims`. It may name a dimension for each tensor; the other tensors are concatenated along
-    `dim`. Scalars become a vector, as in torch. Leaves that are not tensors are taken from replica 0. Raise an error if
-    the outputs of replicas differ in their structure.
+    A tensor is concatenated along the dimension that the user's `out_dims` names for it (in `dims`), and otherwise
+    along `dim`. Scalars become a vector, as in torch. Leaves that are not tensors are taken from replica 0. Raise an
+    error if the outputs of replicas differ in their structure.
     """
     named_dims = UNSPECIFIED if dims is None else dims
     first, *others = [Tree(output, named_dims, ("output",), is_output=True) for output in outputs]
@@ -157,9 +157,9 @@ def _shown(leaf: Leaf | None) -> str:
 def _is_misplaced(leaf: Leaf) -> bool:
     """Return whether a leaf of a replica's output is forbidden, because gathering would lose its values.
 
-    Gathering keeps only replica 0's value of a leaf that is no tensor. So a number is forbidden, because it may differ
-    between replicas, like a count or a loss. An object of another class, such as a string, is allowed inside a mapping
-    or dataclass, and wherever `out_dims` names it.
+    Gathering keeps only replica 0's value of a leaf that is no tensor. So a number is forbidden: it may differ between
+    replicas, like a count or a loss. Other objects, such as strings, are forbidden only outside mappings and
+    dataclasses, and only if `out_dims` does not name them.
     """
     value = leaf.value
     if leaf.dim is None or value is None or isinstance(value, (Tensor, list)):
