@@ -76,8 +76,8 @@ class Cpu(Backend):
 
     def statistics(self, input: Tensor, eps: float) -> tuple["Moments", Tensor | None]:
         (mean, var), memory = fast_moments(input)
-        # First check whether the statistics of each piece of the input are precise. This takes only two operators, and
-        # is true for nearly every input. Otherwise merge the statistics of the pieces, and check the merged ones.
+        # First check the statistics of each piece of the input. This takes only two operators, and nearly all inputs
+        # pass. If the check fails, merge the statistics of the pieces, and check the merged statistics.
         if not is_precise(mean, var, eps) and not is_precise(*merge_moments(mean.double(), var, None), eps):
             mean, var = exact_moments(input, mean, memory)
         return (mean, var), memory

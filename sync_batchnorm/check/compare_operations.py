@@ -54,7 +54,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CHECK = os.path.dirname(__file__) + os.sep
 _LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
-Accepts = Callable[["Operation"], bool]  # a function that returns whether to replace the wrong result of an operation
+Accepts = Callable[["Operation"], bool]  # a function that decides which operations' wrong results to replace
 
 
 class Place(NamedTuple):
@@ -298,8 +298,8 @@ class CorrectOperations(_OperationMode):
         self.candidates = dict[Place, Operation]()
         self.is_right = False  # whether the output of the observed call is the same as on one device
         self.output: Any = None  # output of the observed call
-        # A stand-in for the operation that comes after the observed module call, and gets its output. A search starts
-        # here and goes backwards, to find a line that ran only on one device, or only in the replica.
+        # A stand-in for an operation after the observed module call: its input is the output of the call. From here,
+        # operations can be followed backwards, to find a line that ran only on one device, or only in the replica.
         self.of_output: Operation | None = None
 
     def end(self, call: ModuleCall, output: Any) -> Any:

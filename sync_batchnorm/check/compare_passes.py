@@ -195,7 +195,7 @@ class TwinRun(Twin):
         return seen | {"output": dict(enumerate(map(Tensor.detach, outputs))), "loss": losses, "gradient": grads}
 
     def _after_forward(self, output: Any, memory: Mapping[str, Tensor]) -> Observed:
-        """Return the state of the model after a forward pass, and all results in the output except tensors.
+        """Collect the results of a forward pass, except the tensors of the output, which the caller adds.
 
         Args:
             output: output of the model.
@@ -290,7 +290,7 @@ class Difference(NamedTuple):
     """One difference between the results of a pass on one device and in replicas."""
 
     kind: str  # kind of the result, such as "output" or "gradient" (see `Observed`)
-    # name of the result; None if it has no name, as for a random loss, or if the number or the shapes of outputs differ
+    # name of the result; None for a random loss, and for a difference in the number or shapes of outputs
     name: Any
     text: str  # the difference in words
 

@@ -61,7 +61,7 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
 
 
 def format_gap(by: float, actual: Tensor, expected: Tensor) -> str:
-    """Describe the gap between two tensors in words."""
+    """Describe the difference between two tensors in words."""
     if by == math.inf:
         return "in its shape"
     if by >= NOT_FINITE:
@@ -248,8 +248,8 @@ def compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Ten
 def fits(actual: Tensor, right: Tensor) -> bool:
     """Return whether two tensors can be compared.
 
-    Two tensors of the same shape can be compared. So can two tensors with equal numbers of rows and dimensions, because
-    their rows may be padded to different lengths.
+    Tensors of the same shape can be compared, and so can tensors whose rows are padded to different lengths: tensors
+    with the same number of rows and of dimensions.
     """
     return actual.shape == right.shape or (actual.dim() == right.dim() > 1 and len(actual) == len(right))
 

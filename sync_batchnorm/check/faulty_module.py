@@ -158,8 +158,7 @@ class Investigation:
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
-        """Run the pass in replicas again, under the function modes `modes`. Return whether this changes the wrong
-        result."""
+        """Run the pass in replicas again, under other function modes. Return whether this changes the wrong result."""
         kind, name = self._difference[:2]
         # A patch may change the shape of an output, and later code may raise an error for the new shape.
         with suppress(FailsInReplicas):
@@ -310,7 +309,7 @@ def _text_of_calls(run: TwinRun, on_one: Mapping[str, int], remedy: str, path: s
 
 
 def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], remedy: str) -> list[str]:
-    """Return sentences that tell whether the sum or mean of the replicas' values is the value on one device.
+    """Return sentences about the replicas' values: whether their sum or mean is the value on one device.
 
     Args:
         of_replicas: the values of the scalar in all replicas.

@@ -100,8 +100,8 @@ class Saved:
     def pack(self) -> None:
         """Give the saved input and weight to the saved-tensor hooks that are set in this thread.
 
-        A hook of a checkpoint may raise an exception to end a recomputation early. As in torch, saved-tensor hooks get
-        no tensors of a layer whose input, weight and bias require no gradient.
+        If the input, weight and bias of a layer require no gradient, the hooks get no tensors, as in torch. A hook may
+        raise an exception; a checkpoint does so to end a recomputation early.
         """
         if self.needs_gradient:
             with torch.enable_grad():

@@ -134,9 +134,9 @@ def merge_replicas(
 ) -> Sequence[tuple[Hashable, Answer]]:
     """Merge the statistics of all replicas, normalize all inputs, and return an answer for each replica.
 
-    The `SyncMaster` of a layer calls this function as its callback, with the messages of all replicas. In a process
-    with a single replica, there is no `SyncMaster`, and the layer calls this function directly. `peers` stands for the
-    other processes, if there are any.
+    This function is the callback of a layer's `SyncMaster`, and gets the messages of all replicas. A process with a
+    single replica has no `SyncMaster`, so there the layer calls this function itself. `peers` stands for the other
+    processes; None if there are none.
     """
     identifiers, sent = zip(*messages, strict=True)
     calls: Sequence[ReplicaCall] = [call for call, _ in sent]

@@ -19,8 +19,8 @@ Torch's batch norm updates the running statistics again in a recomputation. To d
 0 merges the remembered statistics of all replicas again. The update comes before the tensors are saved: once the last
 tensor is saved, a checkpoint ends the recomputation.
 
-In a process with a single replica, a recomputation exchanges with the other processes, as the forward pass does. This
-cannot deadlock, because all processes recompute the same layers in the same order.
+If each process has a single replica, a recomputation exchanges between the processes again. This cannot deadlock,
+because all processes recompute the same layers in the same order.
 """
 
 from collections.abc import Sequence

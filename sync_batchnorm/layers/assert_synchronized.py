@@ -141,7 +141,7 @@ def _reason_in_eval(layer: BatchNormBase, wrappers: Wrappers, modules: Modules) 
 
 
 def _reason_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bool, replicas: int) -> str | None:
-    """Return the reason why a synchronized layer would exchange with too few replicas, or None.
+    """If a synchronized layer would exchange with too few replicas, return the reason, otherwise None.
 
     A layer should exchange with all replicas of its wrapper, and with at least `replicas` replicas. With a
     `group_size`, it exchanges only within its group.

@@ -423,8 +423,8 @@ class Coordinator:
         The error names the replicas for which this replica waited. If those replicas still run, notes on the error show
         their call stacks.
 
-        If this replica waits for its turn, and another replica waits in a layer, describe the wait in the layer in the
-        error: it is nearer to the cause.
+        If this replica waits for its turn, and another replica waits in a layer, the error describes the other wait,
+        which is nearer to the cause.
         """
         remedy = "pass a longer timeout= if it is only slow"
         rendezvous = record.waits_in or (self._waiting[0].waits_in if self._waiting else None)

@@ -104,7 +104,7 @@ class SyncMaster(_Member):
                 f"expected master_callback as a function, but got {master_callback!r}; pass one to answer messages"
             )
         self._master_callback = master_callback
-        # A `SyncMaster` that is made outside replication callbacks belongs to a module, and serves many forward passes.
+        # A module may also make its own `SyncMaster`, outside replication callbacks, and use it in many forward passes.
         self._is_kept = running_callback.get() is None
         self.reset()
 

@@ -72,8 +72,7 @@ def check_dims(module: nn.Module, in_dims: Any, out_dims: Any) -> None:
 def chunk_sizes(rows: int, most: int) -> list[int]:
     """Return the number of rows in each chunk, if `torch.chunk` splits a tensor with `rows` rows into `most` chunks.
 
-    As with `torch.chunk`, the result may have fewer chunks than `most`. If there are no rows, the result has `most`
-    empty chunks.
+    The result may have fewer chunks than `most`, as with `torch.chunk`. Zero rows make `most` empty chunks.
     """
     size = math.ceil(rows / most)
     return [min(size, rows - first) for first in range(0, rows, size)] if rows else [0] * most

@@ -125,7 +125,7 @@ def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> 
 def _package_of_pipe(value: object) -> str | None:
     """If the value is a `SyncMaster` or `SlavePipe` of another package, return the name of that package.
 
-    Return None for any other value, and for the `SyncMaster` and `SlavePipe` of this package.
+    For other values, and for the `SyncMaster` and `SlavePipe` of this package, return None.
     """
     if isinstance(value, (SyncMaster, SlavePipe)):
         return None

@@ -116,7 +116,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
 
 
 class _ReplicationMixin(DataParallel[Any]):
-    """Extend the steps of `DataParallel`, for example by replication callbacks and notes on errors.
+    """Extend `forward`, `replicate` and `parallel_apply` of `DataParallel`, for example by replication callbacks.
 
     `AnyDeviceDataParallel` is not a base of this class. The class of a patched object is derived from the user's class
     and from this class. If `AnyDeviceDataParallel` were a base, it would come before the base classes of the user's

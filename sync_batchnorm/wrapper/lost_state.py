@@ -64,7 +64,7 @@ Found = dict[str, tuple[str, str]]
 class Look:
     """A check of one forward pass: it compares the attributes of replica 0 and of the model before and after the pass.
 
-    Attributes are checked in the first forward passes of a wrapper in training mode, and in the first in eval mode. A
+    Only the first forward passes of a wrapper are checked: the first in training mode, and the first in eval mode. A
     module that runs without replicas is not checked.
     """
 
