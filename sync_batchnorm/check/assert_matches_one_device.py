@@ -71,7 +71,7 @@ def assert_matches_one_device(
     Raises:
         AssertionError: if results differ, or only replicas raise an error.
         TypeError, ValueError: for invalid arguments, several wrappers, a `loss` that is no scalar or has no gradient,
-            fewer than two chunks, or, without `loss`, outputs of unknown classes.
+            fewer than two chunks, or, without `loss`, unknown classes made outside replicas.
         RuntimeError: if the model cannot be copied, or `torch.distributed` joins several processes.
 
     Warns:

@@ -46,7 +46,7 @@ def assert_synchronized(
     Raises:
         TypeError, ValueError: for bad arguments.
         RuntimeError: with names and reasons, if a batch norm, or a layer with the code of one, would not synchronize;
-            if a plain list, tuple or dict holds BatchNorm layers; or if the model has none.
+            if only a plain list, tuple or dict holds BatchNorm layers; or if the model has none.
     """
     check_module(model)
     check_number("replicas", replicas)

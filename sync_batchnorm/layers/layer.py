@@ -301,15 +301,15 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
 
 
 class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
-    """A `SynchronizedBatchNorm` and `torch.nn.BatchNorm1d`, for ``(N, C)`` or ``(N, C, L)``."""
+    """A `torch.nn.BatchNorm1d` with the options of `SynchronizedBatchNorm`, for ``(N, C)`` or ``(N, C, L)``."""
 
 
 class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, nn.BatchNorm2d):
-    """A `SynchronizedBatchNorm` and `torch.nn.BatchNorm2d`, for ``(N, C, H, W)``."""
+    """A `torch.nn.BatchNorm2d` with the options of `SynchronizedBatchNorm`, for ``(N, C, H, W)``."""
 
 
 class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
-    """A `SynchronizedBatchNorm` and `torch.nn.BatchNorm3d`, for ``(N, C, D, H, W)``."""
+    """A `torch.nn.BatchNorm3d` with the options of `SynchronizedBatchNorm`, for ``(N, C, D, H, W)``."""
 
 
 # Maps each batch norm class of torch to its synchronized class.

@@ -229,7 +229,7 @@ class _ReplicationMixin(DataParallel[Any]):
 
 
 class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
-    """A `torch.nn.DataParallel` whose replicas exchange data, also on the CPU, and with several replicas on one device.
+    """A `torch.nn.DataParallel` whose replicas exchange data, also on the CPU, or several on one device.
 
     If a replica fails, waiting replicas stop, and your thread gets the exception with the replica's traceback in a
     note. With a single chunk, or inside a replica, the wrapper calls the module itself, without threads and callbacks.
