@@ -62,8 +62,7 @@ def _raise_unless_in_replica(module: nn.Module) -> None:
     parents = [parent for parent in compiled if any(child is module for child in parent.modules())]
     causes = (
         "Usual causes: (1) a plain list or dict: use nn.ModuleList or nn.ModuleDict; (2) a replaced forward of the "
-        "model: replace that of the DataParallel; (3) a layer or wrapper outside the model: make it a submodule, or "
-        "call its eval()"
+        "model: replace the DataParallel's; (3) one outside the model: make it a submodule, or call its eval()"
     )
     if parents:  # In a replica, the copy of a compiled module still runs the compiled code of the original module.
         causes = (

@@ -35,8 +35,8 @@ from .replica_call import RememberedCall, ReplicaCall
 __all__: list[str] = []
 
 FUNCTIONS = (
-    "Functions that recompute in their backward, as reversible blocks and odeint_adjoint do, differentiate each "
-    "replica alone, too: keep such layers out of them, or use what records a graph, as odeint does"
+    "Reversible blocks and odeint_adjoint recompute, too: keep such layers out of them, or use a function that records "
+    "a graph, as odeint does"
 )
 
 
@@ -94,8 +94,7 @@ class _Refuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
         raise RuntimeError(
-            "expected the gradients of all replicas in the backward pass of a synchronized batch norm, but got a "
-            "recomputation that differentiates each replica alone; pass use_reentrant=False to "
-            "torch.utils.checkpoint.checkpoint. If you call torch.autograd.grad through the layer yourself, do it "
-            f"outside the checkpoint. {FUNCTIONS}"
+            "expected a backward pass through a synchronized batch norm in all replicas, but got a recomputation that "
+            "differentiates one replica alone; pass use_reentrant=False to torch.utils.checkpoint.checkpoint, and call "
+            f"torch.autograd.grad through the layer outside checkpoints. {FUNCTIONS}"
         )

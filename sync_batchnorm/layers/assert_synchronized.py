@@ -116,8 +116,8 @@ def _reason_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Module
     if isinstance(layer, BatchNormBase) and (reason := _reason_in_eval(layer, enclosing, modules)):
         return reason
     if reason := reason_not_converted(layer, {}):
-        alone = f"; for (1), pass ignore=[{type(layer).__name__}]"
-        return f"convert_model leaves it as it is, because {reason}{'' if isinstance(layer, BatchNormBase) else alone}"
+        left = f", here by ignore=[{type(layer).__name__}]"
+        return f"convert_model leaves it, because {reason}{'' if isinstance(layer, BatchNormBase) else left}"
     if isinstance(layer, nn.SyncBatchNorm):
         return "it synchronizes processes, not the replicas of one; call convert_model(model)"
     return "it is not synchronized; call convert_model(model)"

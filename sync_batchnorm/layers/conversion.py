@@ -360,13 +360,14 @@ def _reason_of_class(cls: type[nn.Module], method: str) -> str:
     if synced == kind:  # The user's class has the same name as a class of torch, for example "BatchNorm2d".
         name, synced = f"{cls.__module__}.{name}", f"My{kind}"
     write = f"write class {synced}({name}, {kind})"
-    call = f'call convert_model(model, classes={{{name}: {synced}}}), see "Classes of your own"'
+    call = f"call convert_model(model, classes={{{name}: {synced}}})"
     if issubclass(cls, BatchNormBase):
         formula = 'for another formula, use sync_moments, see "Norms of your own"'
-        return f"has a {method} of its own; {write}, in which {kind}.forward computes the norm, and {call}; {formula}"
+        write += f", in which {kind}.forward computes the norm"
+        return f'has a {method} of its own; {write}, and {call}, see "Classes of your own"; {formula}'
     return (
-        f"has the attributes of a batch norm and a {method} of its own; (1) if it normalizes each sample alone, leave "
-        f"it; (2) if it normalizes the batch, {write}, whose forward calls {kind}.forward(self, input), and {call}"
+        f"has the attributes of a batch norm and a {method} of its own; if it normalizes the batch, {write}, whose "
+        f"forward calls {kind}.forward(self, input), and {call}; otherwise leave it"
     )
 
 

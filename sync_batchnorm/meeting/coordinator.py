@@ -439,8 +439,8 @@ class Coordinator:
             late = " and ".join(f"{peer} {peer.activity(self._turns)}" for peer in peers)
             text = f"{record} waits for its turn while {late}"
             remedy += (
-                "; replicas on one device run one at a time, and may wait for each other only in an exchange of their "
-                "forward pass: let a replicate of yours call super().replicate, and make each SyncMaster in a callback"
+                "; replicas on one device run in turns, and may wait only in an exchange: let your "
+                "replicate call super().replicate, and make each SyncMaster in a callback"
             )
         self._break(
             f"expected all replicas within {self.timeout:g} seconds, but {text}; {remedy}",

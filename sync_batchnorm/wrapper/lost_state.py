@@ -36,11 +36,11 @@ RETURN = "Return a penalty, so that the training loop gets it from all replicas"
 REGISTER = "Register a forward hook in forward(), where self is the replica, and remove it there"
 _LOST = "unless each forward pass sets it before it reads it, state is lost: forward() of {model} set {names} of "
 _LOST += "replica 0, which ends with the forward pass, while the model keeps its former values. {details}"
-_SET = "while replicas of {model} ran, something set {names} of the model itself, as a hook or closure does that "
+_SET = "while replicas of {model} ran, something set {names} of the model itself, through a hook or closure that "
 _SET += (
     "refers to the model: each replica sets it, and a forward() that reads it from self gets an older value, or none. "
 )
-_SET += f"{REGISTER}, or return what it collects"
+_SET += f"{REGISTER}, or return its results"
 _READ = "hooks of {model} ({details}) read {names} of the model itself, while forward() sets that of the replica: they "
 _READ += f"get an older value, or none. {REGISTER}"
 

@@ -106,8 +106,8 @@ NOT_SYNCHRONIZED = "it is not synchronized; call convert_model(model)"
 NO_WRAPPER = "no wrapper is around it; wrap the model with DataParallelWithCallback"
 OUTSIDE = "it stands outside every wrapper; on a gathered output that is right, so name it in ignore; ..."
 OF_PROCESSES = "it synchronizes processes, not the replicas of one; call convert_model(model)"
-OWN_FORWARD = "convert_model leaves it as it is, because Norm has a forward of its own; write class ..."
-IN_ITS_ATTRIBUTES = "convert_model leaves it as it is, because AdaIN has ...; (1) ... for (1), pass ignore=[AdaIN]"
+OWN_FORWARD = "convert_model leaves it, because Norm has a forward of its own; write class ..."
+IN_ITS_ATTRIBUTES = "convert_model leaves it, because AdaIN has ...; otherwise leave it, here by ignore=[AdaIN]"
 FREEZES = "it is in eval mode, and module has a train() of its own (Freezes); if that freezes it on ..."
 FEWER = 'its wrapper makes {} replicas; name more devices, as in DataParallelWithCallback(wrapper.module, ["cpu"] * {})'
 FEWER_PATCHED = "its wrapper makes 2 of 3 replicas; name more devices, CPUs only in a DataParallelWithCallback"
@@ -274,11 +274,11 @@ def test_model_that_synchronizes_or_need_not_does_not_warn(case):
 
 
 def test_norms_of_one_sample_each_are_left_out_on_request():
-    with pytest.warns(UserWarning, match=r"\(1\) if it normalizes each sample alone, leave it; \(2\)"):
+    with pytest.warns(UserWarning, match="if it normalizes the batch, .*; otherwise leave it"):
         parallel = _ours(convert_model(nn.Sequential(AdaIN(4), nn.BatchNorm2d(4), AdaIN(4))))
     assert_synchronized(parallel, ignore=[AdaIN])
     assert_synchronized(parallel, ignore={"module.0", "module.2"})
-    text = r"2 that would not:\n  module.0 \(AdaIN\), module.2 \(AdaIN\): .*pass ignore=\[AdaIN\]$"
+    text = r"2 that would not:\n  module.0 \(AdaIN\), module.2 \(AdaIN\): .*, here by ignore=\[AdaIN\]$"
     with pytest.raises(RuntimeError, match=text):
         assert_synchronized(parallel)
     with pytest.raises(RuntimeError, match=r"1 that would not:\n  module.2 \(AdaIN\): "):

@@ -319,11 +319,11 @@ class Reversible(torch.autograd.Function):
 
 REFUSED = {  # with the remedy
     "reentrant": (lambda net, x: checkpoint(net.segment, x, use_reentrant=True), "pass use_reentrant=False to torch"),
-    "forces": (with_forces_inside, "If you call torch.autograd.grad through the layer yourself, do it outside"),
+    "forces": (with_forces_inside, "and call torch.autograd.grad through the layer outside checkpoints"),
     "bound-late": (bound_late, r"(?s)^(?!.*use_reentrant).*got 0 calls of bns\.1, replica \d that.*bind the loop"),
     "reversible": (
         lambda net, x: Reversible.apply(net.bn, net.conv(x), net.bn.weight, net.bn.bias),
-        "Functions that recompute in their backward, as reversible blocks .*: keep such layers out of them",
+        "Reversible blocks and odeint_adjoint recompute, too: keep such layers out of them",
     ),
 }
 

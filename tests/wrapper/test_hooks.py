@@ -425,7 +425,7 @@ class Missing(nn.Module):
 
 
 NOTES = {
-    "set": "In this forward pass, while replicas of Missing ran, something set kept of the model itself, as a hook or",
+    "set": "In this forward pass, while replicas of Missing ran, something set kept of the model itself, through",
     "read": "In this forward pass, hooks of Missing (Missing.read) read kept of the model itself, while",
 }
 

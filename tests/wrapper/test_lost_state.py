@@ -190,7 +190,7 @@ def keep_on_model(net: Any, output: Tensor) -> None:
     net.norm = output.detach().norm().to(net.scale.device)  # The wrapper refuses a buffer of the model elsewhere.
 
 
-ON_MODEL = "while replicas of Hooked ran, something set {} of the model itself, as a hook or closure does that"
+ON_MODEL = "while replicas of Hooked ran, something set {} of the model itself, through a hook or closure"
 
 
 def evaluate(parallel: nn.DataParallel, devices: Any, number: int = 3) -> list[str]:
