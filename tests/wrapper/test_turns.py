@@ -142,8 +142,11 @@ def test_replica_that_is_stuck_in_its_first_turn_loses_it_at_the_timeout():
         parallel(x)
     assert caught.value.__notes__[0].startswith("Stack of replica 0 on device cpu at the timeout:\n")
     users = [nn.Softsign()] * 3  # no replicas of the pass that has not ended
-    assert torch.equal(torch.stack(parallel.parallel_apply(users, [(x,)] * 3, None)), F.softsign(x).expand(3, 6, 3))
-    release.set()
+    try:
+        outputs = parallel.parallel_apply(users, [(x,)] * 3, None)
+    finally:
+        release.set()  # A thread that waits on would keep the process from ending.
+    assert torch.equal(torch.stack(outputs), F.softsign(x).expand(3, 6, 3))
 
 
 @needs_fork
