@@ -15,9 +15,9 @@ ms in place of 6 ms (torch 2.11, H200; `docs/benchmarks/gpu`). So after a replic
 stays idle, and later runs the next replica on the same device.
 
 A new thread adopts the number of OpenMP threads of its caller (`torch.get_num_threads()`). So an idle thread serves
-only callers with the same number. A thread ends if its replica fails, or changes a setting of the thread such as grad
-mode, because the next replica may belong to another model. On the CPU, a thread always ends with its replica: torch
-stores no plans there, and an idle thread would keep its OpenMP threads alive.
+only callers with the same number. A thread ends if its replica fails, or leaves a setting of the thread changed, such
+as autocast, because the next replica may belong to another model. On the CPU, a thread always ends with its replica:
+torch stores no plans there, and an idle thread would keep its OpenMP threads alive.
 
 NOTE [signals]: In the main thread, the handler of a signal may raise an exception between any two lines of Python code.
 An example is `KeyboardInterrupt` after Ctrl-C. The obvious calls, `Thread.start`, `Thread.join` and `Event.wait`,
@@ -383,7 +383,7 @@ def _work_and_stay(works: "SimpleQueue[Any]", idle: list[Any], device: torch.dev
 
 
 def _thread_state() -> tuple[Any, ...]:
-    """Return the settings of torch in this thread that a `forward` may change and not restore, such as grad mode."""
+    """Return the settings of torch in this thread that a `forward` may change and not restore, such as autocast."""
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_device_types()]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), saved_tensors_hooks(True)
     # Count the function modes and dispatch modes that are active. A default device is such a mode.
