@@ -268,8 +268,9 @@ def patch_sync_batchnorm() -> Iterator[None]:
     """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open.
 
     Each layer that the process builds meanwhile is converted as by `convert_model`, except ``nn.LazyBatchNorm1d/2d/3d``
-    and `torch.nn.SyncBatchNorm`. If the code that builds the model checks ``type(layer)`` or sets a layer's `forward`,
-    convert the finished model instead. Contexts may be nested, but only one thread at a time may open them.
+    and `torch.nn.SyncBatchNorm`. If the code that builds the model checks ``type(layer)``, convert the finished model
+    instead. A layer whose `forward` it sets cannot be converted. Contexts may be nested, but only one thread at a time
+    may open them.
 
     Example:
         >>> with patch_sync_batchnorm():

@@ -260,7 +260,7 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
             but `StopIteration` as a `RuntimeError`.
 
     Warns:
-        UserWarning: from a call, see "Warnings to filter" on the page "Usage".
+        UserWarning: see "Warnings to filter" on the page "Usage".
     """
 
 
