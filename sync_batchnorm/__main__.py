@@ -104,9 +104,8 @@ def check_parity(devices: Sequence[str], dtype: str) -> str:
     parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), devices, timeout=TIMEOUT)
     errors = []
     for _ in range(2):
-        # The mean of `grad`, the gradient of the output, is near zero. Otherwise the sums over `grad` would be large,
-        # and their rounding errors would come near the tolerance. Each device gets one chunk of the batch; the last
-        # chunk is smaller than the others.
+        # Each device gets one chunk of the batch; the last chunk is smaller than the others. `grad` is the gradient of
+        # the output, with a mean near zero: large sums over `grad` would have rounding errors near the tolerance.
         input, grad = torch.randn(2, 2 * len(devices) - 1, 16, 9, 9, **options)
         in_replicas, on_one_device = step(parallel, 5 + 3 * input, grad), step(plain, 5 + 3 * input, grad)
         for actual, expected in zip(in_replicas, on_one_device, strict=True):

@@ -160,9 +160,9 @@ def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
     If processes sent different numbers, they called different layers, and each process raises an error. The error names
     only the layer of its own process: in another process, the number may belong to another layer.
 
-    A layer without a number in this process gets its number in the other processes. This happens if one process
-    continues with a new copy of its model. A layer without a number in any process gets the largest number that was
-    proposed, which no process uses yet.
+    A layer that is new in this process takes its number from the other processes, for example if one process continues
+    with a new copy of its model. A layer that is new in every process gets the largest number that was proposed, which
+    no process uses yet.
 
     One mistake is not detected: if a process calls two layers in the wrong order, from its first forward pass on, the
     two layers get each other's numbers.

@@ -30,12 +30,11 @@ HOOKS = tuple(name for name in HOOKS_AND_FLAGS if name.endswith("hooks"))
 # The base class of torch's batch norms. Without this class, only torch's five public classes would be recognized as
 # batch norms, and not the classes that users derive from it.
 BatchNormBase = _BatchNorm
-# Switches off dispatch modes in a `with` block. The dispatch mode of a selective checkpoint counts operators, and
-# expects the same number in the recomputation. A recomputation does not merge statistics, so the operators of a merge
-# must not be counted.
+# Switches off dispatch modes in a `with` block, for the merge of statistics. The dispatch mode of a selective
+# checkpoint expects the operators of the forward pass again in the recomputation, which does not merge statistics.
 without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
-# Returns whether a transform of torch.func is active, such as vmap. Without this function, replicas inside a transform
-# would return wrong outputs without an error.
+# Returns whether a transform of torch.func is active, such as vmap. With this function, a call of replicas inside a
+# transform can be refused; it would return wrong outputs.
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Returns the number of the backward pass that runs in this thread, or -1. Without this function, a layer could not
 # recognize the recomputation of a checkpoint, and would start a new exchange.

@@ -11,8 +11,9 @@ deviations. So each replica checks whether its fast statistics are precise enoug
 If the fast statistics are not precise, exact ones are computed in two more passes over the input: subtract the fast
 mean, and compute the statistics of the difference. They are accurate to 1e-6 for any mean and variance.
 
-If the fast statistics are precise in every replica, the merged statistics are precise, too: the merged variance is at
-least the mean of the replicas' variances, and the square of the merged mean is at most the mean of their squared means.
+If ``mean^2 <= 256 * (var + eps)`` in every replica, the same is true for the merged statistics: the merged variance is
+at least the mean of the replicas' variances, and the square of the merged mean is at most the mean of their squared
+means.
 """
 
 import functools
@@ -47,7 +48,7 @@ LARGEST_RATIO = 256.0
 # has at most this number of elements.
 WIDTH = 2048
 
-UNUSED_MOMENTUM = 0.1  # a value for operators that require a momentum even without running statistics
+UNUSED_MOMENTUM = 0.1  # for operators that require a momentum, although they update no running statistics here
 
 _norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _normalize_into = torch.ops.aten.native_batch_norm.out
@@ -141,7 +142,8 @@ def _sums(replicas: Sequence[BackwardInput], batch: BatchStatistics, dtype: torc
 
 
 def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: torch.dtype) -> AffineArguments:
-    """Return a part of the input gradient: a linear function of the input x with the same coefficients in all replicas.
+    """Return the coefficients of a linear function of the input x, which is a part of the input gradient in every
+    replica.
 
     The function is ``-factor / N * (sum dy + (x - mean) * invstd * sum dy_normalized)``, with sums over all replicas.
     If the parameters of replicas differ, the caller multiplies dy by the weights before it adds up dy, and passes the
@@ -235,8 +237,8 @@ def is_precise(mean: Tensor, var: Tensor, eps: float) -> bool:
 def exact_moments(input: Tensor, fast_mean: Tensor, memory: Tensor | None) -> Moments:
     """Compute the mean and variance of `input` precisely: first subtract `fast_mean`, its approximate mean.
 
-    `memory`, if it is not None, will later hold the layer's output. Until then, the function may write
-    ``input - fast_mean`` into it.
+    To save memory, the difference of `input` and `fast_mean` may be written into `memory`, which will later hold the
+    output of the layer.
     """
     # Do not subtract a mean that is infinite or NaN: the subtraction would turn finite values into infinite values or
     # NaN.

@@ -83,8 +83,8 @@ class Workspace:
     def stack(self, pairs: Sequence[Pair]) -> Tensor:
         """Copy these pairs of vectors into `rows`, one pair into each row, and return `rows`.
 
-        Also set `halves`. This is a pair of views of `rows`, ``(R, C)`` each. The first view contains the first vector
-        of each pair, and the second view contains the second vector of each pair.
+        Also set `halves`, two views of `rows`, ``(R, C)`` each: one of the first vectors of all pairs, and one of the
+        second vectors.
         """
         vectors = [vector for pair in pairs for vector in pair]
         if self.rows is None or len(self.rows) != len(pairs):

@@ -118,7 +118,7 @@ class Operation:
         return [pair for pair in self.different_inputs if any(isinstance(origin, Operation) for origin in pair)]
 
     def gets_another(self) -> bool:
-        """Return whether an input tensor from outside the observed code differs from the same input on one device."""
+        """Return whether an input from outside the observed module call differs from the same input on one device."""
         return (None, None) in self.different_inputs
 
     def is_candidate(self) -> bool:
@@ -126,11 +126,11 @@ class Operation:
         return self.differs and self.fits and bool(self.origins() or not self.synchronizes)
 
     def gets_the_same(self) -> bool:
-        """Return whether every input that another operation computed has the same value as on one device."""
+        """Return whether the operation gets the same values from other operations as on one device."""
         return self.on_one is not None and not self.origins()
 
     def gets_the_same_floats(self) -> bool:
-        """Return whether `gets_the_same()` holds, and all results are float or complex tensors."""
+        """Return whether `gets_the_same` is true for this operation, and it returns only float or complex tensors."""
         results = tensors_of(self.on_one and self.on_one.result)
         return self.gets_the_same() and all(result.is_floating_point() or result.is_complex() for result in results)
 
@@ -249,7 +249,7 @@ class RecordOperations(_OperationMode, RecordMode):
 
     def __init__(self, dtype: torch.dtype, key: CallKey | None) -> None:
         super().__init__(dtype, key)
-        self.operations = dict[Place, list[Operation]]()  # for each place in the source code, all its runs in order
+        self.operations = dict[Place, list[Operation]]()  # for each place in the source code, its calls in order
         self.arguments = self.output = None  # copies of the inputs and of the output of the observed module call
         # The line of the user's code that calls the observed module; None if a container of torch, such as
         # nn.Sequential, calls the module.
@@ -298,8 +298,8 @@ class CorrectOperations(_OperationMode):
         self.candidates = dict[Place, Operation]()
         self.is_right = False  # whether the output of the observed call is the same as on one device
         self.output: Any = None  # output of the observed call
-        # A stand-in for an operation after the observed module call: its input is the output of the call. From here,
-        # operations can be followed backwards, to find a line that ran only on one device, or only in the replica.
+        # An extra operation, added after the observed module call, with the output of this call as its input. A search
+        # for a line that ran only on one device, or only in the replica, goes backwards from this operation.
         self.of_output: Operation | None = None
 
     def end(self, call: ModuleCall, output: Any) -> Any:

@@ -290,7 +290,7 @@ class Difference(NamedTuple):
     """One difference between the results of a pass on one device and in replicas."""
 
     kind: str  # kind of the result, such as "output" or "gradient" (see `Observed`)
-    # name of the result; None for a random loss, and for a difference in the number or shapes of outputs
+    # name of the result; None for a random loss, or if outputs differ in their number or shapes
     name: Any
     text: str  # the difference in words
 
@@ -442,7 +442,7 @@ def _moved(check: Check, index: int, pair: Pair, noise: float) -> dict[ResultKey
 def _is_state(check: Check, index: int, pair: Pair, name: str) -> bool:
     """Return whether a buffer carries state, so that its value before a pass affects its value after the pass."""
     side = TwinRun(check, True, index)
-    with suppress(Exception):  # The changed buffer may make `forward` raise an error.
+    with suppress(Exception):  # This change of the buffer may make `forward` raise an error.
         buffer = dict(side.module.named_buffers())[name]
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
         return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))

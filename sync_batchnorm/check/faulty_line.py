@@ -62,7 +62,7 @@ def line_of_call(check: Check, index: int, key: tuple[str, int], number: int) ->
 
     def take(accepts: Accepts) -> CorrectOperations | None:
         modes = [CorrectOperations(one, [rows], accepts) for rows in check.rows]
-        # A patch may change the shape of a result, and a later operation may then raise an error.
+        # A replaced result may have a new shape, and a later operation may raise an error for this shape.
         with suppress(FailsInReplicas):
             TwinRun(check, False, index).take(index, "output", modes)
             return modes[number]

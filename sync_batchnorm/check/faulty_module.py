@@ -103,7 +103,7 @@ class Investigation:
         return in_pass + joined(*texts, most=MOST_WORDS - len(in_pass.split()))
 
     def _of_caller(self, what: str, evidence: Sequence[str]) -> list[str]:
-        """Return the parts of the error message for a difference that no module call explains."""
+        """Return the parts of the error message if no module call explains the wrong result."""
         overridden = self._many.parallel.overridden if self._difference.kind in IN_FORWARD else ()
         note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used" if overridden else ""
         why, line = "" if evidence or (self._hooks and self._difference.name is None) else self._why(), ""
@@ -114,7 +114,7 @@ class Investigation:
         return [what, self._hooks, line, *evidence, self._rows(), note, why, self._state() or self._calls()]
 
     def _why(self) -> str:
-        """Return the cause of a difference that no module call explains; "" if the cause is not certain."""
+        """If no module call explains the wrong result, return another cause, or "" if none is certain."""
         kind, name = self._difference[:2]
         why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
@@ -160,7 +160,7 @@ class Investigation:
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
         """Run the pass in replicas again, under other function modes. Return whether this changes the wrong result."""
         kind, name = self._difference[:2]
-        # A patch may change the shape of an output, and later code may raise an error for the new shape.
+        # The modes may replace an output by one of another shape, and later code may raise an error for this shape.
         with suppress(FailsInReplicas):
             seen = TwinRun(self._check, False, self._index).take(self._index, kind, modes)[kind]
             return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
@@ -169,8 +169,8 @@ class Investigation:
     def _evidence(self) -> list[str]:
         """Return notes about scalars that replicas return, such as a loss.
 
-        The check perturbs the parameters, so it finds differences between values that the user has never seen. If the
-        unperturbed model differs, too, the notes quote its values.
+        The check perturbs the parameters, so the user has never seen the values that the check compares. If values also
+        differ in the unperturbed model, the notes quote these.
         """
         kind, name = self._difference[:2]
         is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
@@ -193,8 +193,8 @@ class Investigation:
     def _where(self, state: str) -> tuple[str, str]:
         """Return (place, cause) of the first faulty module call, or ("", ""); see NOTE [tried for gradients].
 
-        A call is faulty if three things hold: its inputs agree with one device, its output differs, and the result of
-        the whole model changes when the output from one device replaces this output.
+        A call is faulty if three things hold. Its inputs agree with one device. Its output does not. And the result of
+        the whole model changes if the call returns the output from one device instead.
         """
         model, check = self._many.module, self._check
         calls = [(call, suspects) for call in self._record.calls.values() if (suspects := suspects_in(call, model))]

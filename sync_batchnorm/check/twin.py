@@ -3,8 +3,8 @@
 Both twins compute on the CPU, in one dtype, and without dropout, so that a difference between them is an error of the
 model in replicas. The torch function mode `CheckMode` enforces this, and keeps track of the running module calls.
 
-The parameters of both twins are perturbed before each pass. Otherwise a weight of zeros would hide errors in earlier
-layers, and so would two branches with equal weights and opposite signs.
+The parameters of both twins are perturbed before each pass. Otherwise errors could be hidden: by a later layer with a
+weight of zeros, or by two branches whose equal weights have opposite signs.
 """
 
 import copy

@@ -162,7 +162,7 @@ _save = fast_apply(_Save)
 def new_leaf() -> Tensor:
     """Return a new tensor that requires a gradient. It serves as an extra argument of autograd functions.
 
-    The outputs of an autograd function that gets this tensor are in the graph, even if no other argument requires a
+    If an autograd function gets this tensor, its outputs are in the graph, even if no other argument requires a
     gradient.
     """
     # Each use gets a new tensor: in anomaly mode, two threads that use a leaf for the first time deadlock (torch 2.13).

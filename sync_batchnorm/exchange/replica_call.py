@@ -41,7 +41,7 @@ Answer = tuple[Tensor, Merged | None]
 class Connection:
     """The connection of a layer in one replica to the same layer in the other replicas, for one forward pass.
 
-    A replication callback makes the connection of its layer before the replicas run.
+    The replication callback of a layer makes this object, in each replica, before the replicas run.
     """
 
     pipe: Any  # the `SyncMaster` or `SlavePipe` of the replica; None if the process runs a single replica

@@ -333,8 +333,8 @@ def _reason_of_layer(layer: nn.Module, has_class: bool) -> str | None:
     """
     cls = type(layer)
     if isinstance(layer, LazyModuleMixin):
-        # In its first forward pass, a lazy layer replaces its own class, even if a state dict has been loaded before.
-        # So a converted class would be lost.
+        # A lazy layer sets its own class in its first forward pass, even if a state dict was loaded before. So a
+        # conversion to a synchronized class would be lost.
         return "is lazy and has seen no input; run one batch through the model in eval mode, then convert it"
     if is_parametrized(layer):
         return "is parametrized; convert the model before its layers are parametrized"

@@ -37,9 +37,8 @@ forward pass at most once. It does so immediately, in the thread in which one of
 Only a waiting replica gets an item into its mailbox, and from then on it no longer counts as waiting. So a mailbox
 never holds more than one item.
 
-The answer for a replica may come just before the forward pass breaks. In this case, `send` still returns the answer to
-the replica, and the next exchange of the replica raises the error. A coordinator is never used again after a break: the
-next forward pass makes a new coordinator.
+If a replica gets its answer just before the forward pass breaks, `send` still returns this answer, and the replica's
+next exchange raises the error. After a break, a coordinator is never used again: the next forward pass makes a new one.
 """
 
 from collections.abc import Callable, Collection, Hashable, Sequence

@@ -104,8 +104,8 @@ class Turns:
               ^                resume: the message or answer has arrived             |
               +----------------------------------------------------------------------+
 
-    A ready replica blocks on its mailbox (a queue) until its turn begins. Its answer may arrive before, but is put into
-    the mailbox only then.
+    A ready replica can go on, but it is not its turn yet. It blocks on its mailbox (a queue), and its answer is put
+    into the mailbox when its turn begins.
 
     If one replica cannot continue, the coordinator raises an error in all waiting replicas, and drops this `Turns`
     object. From then on, the replicas run at the same time until they end.

@@ -108,9 +108,9 @@ class Arguments:
         if not self._inputs and not self._kwargs:
             return (), ()
         if self._most > 1:
-            # If there are fewer chunks than devices, leave the last devices unused. `nn.DataParallel` also runs
-            # replicas on the last devices, with arguments that hold no tensors, because it copies such arguments to all
-            # devices.
+            # If there are fewer chunks than devices, leave the last devices unused. `nn.DataParallel` copies arguments
+            # without tensors for every device, and then calls the replicas on the last devices with these arguments
+            # only.
             devices = devices[: len(self.sizes)]
         if len(devices) == 1 and self._are_on(devices[0]):
             return (self._inputs,), (self._kwargs,)
@@ -144,8 +144,8 @@ class Arguments:
         names = [name for name, kind in kinds.items() if kind < Parameter.VAR_POSITIONAL]
         arguments: dict[str, Any] = dict(zip(names, inputs, strict=False))
         self._num_named, self._rest = len(arguments), ""
-        # Positional arguments for ``*args`` are stored in a dict, not in a tuple. If `in_dims` names dimension 0 for
-        # them, a tuple would count as a list of samples.
+        # Positional arguments for ``*args`` are stored in a dict. A tuple would not do: if `in_dims` names dimension 0
+        # for ``*args``, the tree would take the tuple for a list with an entry for each sample.
         if len(inputs) > len(names):
             self._rest = next((name for name, kind in kinds.items() if kind is Parameter.VAR_POSITIONAL), "inputs")
             self._rest = f"*{self._rest}" if self._rest in kwargs else self._rest

@@ -202,9 +202,9 @@ def _broadcast_by_node(devices: Devices, originals: Tensors, broadcast: Callable
     A single autograd node broadcasts all tensors, except tensors with hooks or with a `grad_fn`.
     """
     copies: list[Tensors] = [{} for _ in devices]
-    # If a node has several inputs, autograd calls the hooks of all of them, even of an input without a gradient. On one
-    # device, no hook is called without a gradient. So each tensor with hooks, or with a `grad_fn`, gets a broadcast
-    # node of its own.
+    # A node that broadcasts several tensors calls the hooks of all of them, even of a tensor without a gradient. On one
+    # device, no hook is called without a gradient. So each tensor with hooks, or with a `grad_fn`, gets a node of its
+    # own.
     groups: dict[int, Tensors] = {}
     for key, tensor in originals.items():
         groups.setdefault(key if has_hooks(tensor) or tensor.grad_fn is not None else 0, {})[key] = tensor

@@ -88,9 +88,9 @@ def gather_trees(
 ) -> Any:
     """Gather the outputs of all replicas: concatenate their tensors on `device`, and return one output.
 
-    A tensor is concatenated along the dimension that the user's `out_dims` names for it (in `dims`), and otherwise
-    along `dim`. Scalars become a vector, as in torch. Leaves that are not tensors are taken from replica 0. Raise an
-    error if the outputs of replicas differ in their structure.
+    Tensors are concatenated along `dim`, unless the user's `out_dims`, here `dims`, names another dimension for them.
+    Scalars become a vector, as in torch. Leaves that are not tensors are taken from replica 0. Raise an error if the
+    outputs of replicas differ in their structure.
     """
     named_dims = UNSPECIFIED if dims is None else dims
     first, *others = [Tree(output, named_dims, ("output",), is_output=True) for output in outputs]
