@@ -157,8 +157,8 @@ def _number_or_proposal(peers: Peers) -> float:
 def _agree_on_number(numbers: Sequence[float], peers: Peers) -> None:
     """Compare the layer's number with its number in the other processes. A new layer gets its number here.
 
-    If processes sent different numbers, they called different layers, and each process raises an error. The error names
-    only the layer of its own process: in another process, the number may belong to another layer.
+    Different numbers mean that processes called different layers. Then each process raises an error, which names only
+    the layer of its own process: in another process, the number may belong to another layer.
 
     A layer that is new in this process takes its number from the other processes, for example if one process continues
     with a new copy of its model. A layer that is new in every process gets the largest number that was proposed, which

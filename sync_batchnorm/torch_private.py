@@ -33,11 +33,11 @@ BatchNormBase = _BatchNorm
 # Switches off dispatch modes in a `with` block, for the merge of statistics. The dispatch mode of a selective
 # checkpoint expects the operators of the forward pass again in the recomputation, which does not merge statistics.
 without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
-# Returns whether a transform of torch.func is active, such as vmap. With this function, a call of replicas inside a
-# transform can be refused; it would return wrong outputs.
+# Returns whether a transform of torch.func is active, such as vmap. Replicas would return wrong outputs inside a
+# transform, so the library raises an error if this function returns True.
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Returns the number of the backward pass that runs in this thread, or -1. Without this function, a layer could not
-# recognize the recomputation of a checkpoint, and would start a new exchange.
+# Returns the number of the backward pass that runs in this thread, or -1. A layer that is called in a backward pass is
+# called by a checkpoint, which recomputes: it must not start a new exchange.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # Returns whether autocast is on for any type of device. Without this function, every exchange would have to switch off
 # autocast, even if autocast is not on.

@@ -142,8 +142,7 @@ def _sums(replicas: Sequence[BackwardInput], batch: BatchStatistics, dtype: torc
 
 
 def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: torch.dtype) -> AffineArguments:
-    """Return the coefficients of a linear function of the input x, which is a part of the input gradient in every
-    replica.
+    """Return the part of the input gradient that is the same linear function of the input x in all replicas.
 
     The function is ``-factor / N * (sum dy + (x - mean) * invstd * sum dy_normalized)``, with sums over all replicas.
     If the parameters of replicas differ, the caller multiplies dy by the weights before it adds up dy, and passes the
@@ -152,8 +151,8 @@ def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor, dtype: t
     mean, invstd = batch.mean_invstd[batch.master_device]
     terms = batch.complete(sums.sum(0)) * factor
     offset, normalized_term = terms.div_(-batch.elements).unbind()
-    # The result is `input * slope + offset`, where the offset contains `-mean * slope`. Both use the same rounded
-    # slope. So if an input value is equal to the mean, its two products cancel exactly.
+    # The result is `input * slope + offset`, where the offset contains `-mean * slope`. Both products use the same
+    # rounded slope. So they cancel exactly if an input value is equal to the mean.
     slope = (normalized_term * invstd).to(dtype)
     offset = torch.addcmul(offset, slope, mean, value=-1).to(dtype)
     return as_batch_norm_arguments(slope, offset)

@@ -83,8 +83,7 @@ class Workspace:
     def stack(self, pairs: Sequence[Pair]) -> Tensor:
         """Copy these pairs of vectors into `rows`, one pair into each row, and return `rows`.
 
-        Also set `halves`, two views of `rows`, ``(R, C)`` each: one of the first vectors of all pairs, and one of the
-        second vectors.
+        Also set `halves`: a view ``(R, C)`` of the first vectors of all pairs, and a view of all second vectors.
         """
         vectors = [vector for pair in pairs for vector in pair]
         if self.rows is None or len(self.rows) != len(pairs):

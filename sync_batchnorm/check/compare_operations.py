@@ -126,7 +126,7 @@ class Operation:
         return self.differs and self.fits and bool(self.origins() or not self.synchronizes)
 
     def gets_the_same(self) -> bool:
-        """Return whether the operation gets the same values from other operations as on one device."""
+        """Return whether all values that come from other operations are the same as on one device."""
         return self.on_one is not None and not self.origins()
 
     def gets_the_same_floats(self) -> bool:
@@ -214,7 +214,7 @@ class _OperationMode(CheckMode):
         """Before an operation runs, record its inputs, or compare the inputs with those on one device."""
 
     def observe_result(self, operation: Operation, output: Any, is_in_place: bool = False) -> Any:
-        """After an operation, record its result, or compare the result with one device.
+        """Record the result of an operation, or compare it with the result on one device.
 
         Return the value that the user's code gets as the result of the operation: the same result, or a corrected one.
 
@@ -294,7 +294,7 @@ class CorrectOperations(_OperationMode):
         super().__init__(one.dtype, one.key)
         self.one, self._rows, self._accepts = one, rows, accepts
         self._alive: list[Tensor] = []  # keeps results alive, because Python may reuse the id of a freed tensor
-        # The first possibly faulty call at each place in the source code
+        # For each place in the source code, the first call that may be faulty
         self.candidates = dict[Place, Operation]()
         self.is_right = False  # whether the output of the observed call is the same as on one device
         self.output: Any = None  # output of the observed call
@@ -320,8 +320,8 @@ class CorrectOperations(_OperationMode):
             self._compare_inputs(operation, arguments, other.arguments, rows)
             if operation.gets_the_same() and not operation.gets_another():
                 return
-        # The n-th call of a line in replicas may not be the n-th call on one device, because gradient hooks run in an
-        # arbitrary order in a backward pass.
+        # Gradient hooks run in an arbitrary order. So in a backward pass, a line's n-th call in replicas may not
+        # correspond to its n-th call on one device.
         if not same or not self.key:
             operation.on_one = None
 

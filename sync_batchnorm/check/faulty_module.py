@@ -118,9 +118,9 @@ class Investigation:
         kind, name = self._difference[:2]
         why = cause_of(self._difference, self._of_one, self._of_many)
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
-        # `cause_of` is wrong in two cases. It blames any buffer that changes in place, but a synchronized layer may
-        # change its buffers. And it blames the user's loss function, which may get a list from the user's own `gather`,
-        # but gets a tensor on one device.
+        # The cause from `cause_of` is wrong in two cases. First, a buffer that changes in place is no fault in a
+        # synchronized layer. Second, the user's loss function is not at fault if it gets a list from the user's own
+        # `gather`, and a tensor on one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 
@@ -158,7 +158,7 @@ class Investigation:
         return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[CheckMode]) -> bool:
-        """Run the pass in replicas again, under other function modes. Return whether this changes the wrong result."""
+        """Run the pass in replicas again, under the given modes, and return whether the wrong result changes."""
         kind, name = self._difference[:2]
         # The modes may replace an output by one of another shape, and later code may raise an error for this shape.
         with suppress(FailsInReplicas):
@@ -282,7 +282,7 @@ class Investigation:
         return _text_of_calls(self._many, self._record.begun, _BY_SAMPLE, path)
 
     def _changed_parameter(self, call: ModuleCall) -> str:
-        """Return a note if the module changes a parameter in place, to another value in replicas than on one device."""
+        """Return a note if the module changes a parameter in place, and replicas end with another value."""
         one, many = (taken["parameter"] for taken in (self._of_one, self._of_many))
         for name, _ in call.module.named_parameters(prefix=call.key[0]):
             if name in many and name not in self._of_one["assigned"] and not agree(many[name], one[name]):

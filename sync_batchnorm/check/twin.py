@@ -115,7 +115,7 @@ class CheckMode(TorchFunctionMode):
         return self.converted(func(*args, **kwargs))
 
     def converted(self, value: Any) -> Any:
-        """Move a tensor to the CPU and cast it to the dtype of this mode.
+        """Move a tensor to the CPU, and cast it to the dtype of the check.
 
         Integers and 8-bit floating-point numbers keep their dtype.
         """
@@ -431,8 +431,8 @@ def pads_samples(parallel: CheckedWrapper, inputs: Any, kwargs: Any) -> bool:
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:
     """Return the number of rows in each of the chunks that the user's own `scatter` has made.
 
-    Return the sizes along the dimension of samples. A dimension counts as such if its sizes in all chunks add up to a
-    size in the batch, as 2 + 2 + 1 rows add up to 5. If there is none, return the lengths of lists.
+    Return the sizes along the first dimension that holds samples: its sizes in all chunks add up to a size in the
+    batch, as 2 + 2 + 1 rows add up to 5. If no dimension does, return the lengths of lists.
 
     Args:
         chunks: a list of pairs (args, kwargs), one pair for each chunk.

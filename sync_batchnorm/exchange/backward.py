@@ -85,8 +85,8 @@ class Saved:
             or (weight is not None and weight.requires_grad)
             or (bias is not None and bias.requires_grad)
         )
-        # The saved input. With saved-tensor hooks, it is replaced by the output of an autograd node that has saved the
-        # input. After a backward pass without `retain_graph`, it is None.
+        # The saved input; None after a backward pass without `retain_graph`. With saved-tensor hooks, the input is
+        # saved in an autograd node, and this attribute holds the output of the node.
         self.kept: Any = input
         # A backward pass drops the saved input, but keeps the saved weight, which takes little memory. If it dropped
         # both, a backward pass in another thread could get the input just before, and then find no weight.

@@ -100,7 +100,7 @@ def _exchange(
 ) -> Tensor:
     """Compute the statistics of one replica's input, exchange them, and return the output of this replica.
 
-    Replica 0 computes the outputs of all replicas. The other replicas get their output as its answer.
+    Replica 0 computes the outputs of all replicas, and sends them to the other replicas.
     """
     device, channels, elements, memory = input.device, input.shape[1], 0, None
     master_device = connection.master_device or device
@@ -172,8 +172,8 @@ def merge_replicas(
 
     saved_of_first = sent[0][1]
     if first.connection.pipe is None and saved_of_first is not None and saved_of_first.has_hooks:
-        # The tensors of a replica are passed to the saved-tensor hooks. Several replicas do this before they send their
-        # messages, each in its own thread. A single replica does it here.
+        # Pass the tensors of a single replica to the saved-tensor hooks. Several replicas have passed their tensors to
+        # the hooks before they sent their messages, each in its own thread.
         saved_of_first.pack()
     normalized = first.backend.normalize(calls, batch)
     merged = batch, (statistics, counts, total)

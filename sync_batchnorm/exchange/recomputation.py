@@ -87,8 +87,8 @@ def _refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
 class _Refuse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, constant: tuple[Tensor], source: Tensor, input: Tensor) -> Tensor:
-        # The tensor is in a tuple, so that autograd does not take it for an input. Otherwise `forward` would return a
-        # view of an input, and users could not change this view in place.
+        # Autograd does not take a tensor in a tuple for an input. If the tensor were an input, `forward` would return a
+        # view of an input, which users could not change in place.
         return constant[0]
 
     @staticmethod

@@ -47,8 +47,8 @@ class Connection:
     pipe: Any  # the `SyncMaster` or `SlavePipe` of the replica; None if the process runs a single replica
     number: int  # the number of the replica
     master_device: torch.device | None = None  # the device on which replica 0 merges the statistics; None if unknown
-    weight: Tensor | None = None  # the model's weight, as this replica's layer got it
-    bias: Tensor | None = None  # the model's bias, as this replica's layer got it
+    weight: Tensor | None = None  # this replica's copy of the model's weight, as the layer got it
+    bias: Tensor | None = None  # this replica's copy of the model's bias, as the layer got it
     # A weak reference to reusable memory for the vectors that replicas exchange. All forward passes of a wrapper share
     # this memory. None if memory is not reused.
     pools: ref[Any] | None = None

@@ -286,8 +286,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
     @functools.wraps(init)
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # A class that is defined while the patch is active may keep a reference to this `__init__`. So this `__init__`
-        # converts layers only while `is_open` is True, before the end of the patch.
+        # This `__init__` may be called after the end of the patch, for example by a class that was defined before the
+        # end and refers to it. So convert layers only while `is_open` is True.
         if is_open and not isinstance(self, nn.SyncBatchNorm) and (reason := _convert(self, {}, {})):
             warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 

@@ -223,8 +223,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Drop attributes that must not be copied: pickles made by the older library hold a `SyncMaster`, and a shallow
-        # copy of a replica's layer holds the connection of the replica.
+        # Drop two attributes that must not be copied: the `SyncMaster` in pickles of the older library, and the
+        # connection of a replica in a shallow copy of its layer.
         state = {name: value for name, value in state.items() if not isinstance(value, (SyncMaster, Connection))}
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 

@@ -107,7 +107,7 @@ class Coordinator:
     def runs_here(self, number: int) -> bool:
         """Return whether the current thread is the thread that runs this replica.
 
-        The result is False in other threads that the replica has started, even if they inherited its context variables.
+        Threads that the replica has started are other threads, even if they inherited its context variables.
         """
         return self._listed[number].thread == get_ident()
 

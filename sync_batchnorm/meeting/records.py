@@ -128,7 +128,7 @@ class Turns:
     def pass_on(self, runner: Record | None) -> None:
         """End the turn of the replica `runner`, and start the turn of the next ready replica.
 
-        If `runner` is not the running replica, do nothing. Pass None as `runner` to start a turn while no replica is
+        If `runner` is a replica that is not running, do nothing. If `runner` is None, start a turn if no replica is
         running.
         """
         if self.running is runner:

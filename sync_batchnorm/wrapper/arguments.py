@@ -144,8 +144,8 @@ class Arguments:
         names = [name for name, kind in kinds.items() if kind < Parameter.VAR_POSITIONAL]
         arguments: dict[str, Any] = dict(zip(names, inputs, strict=False))
         self._num_named, self._rest = len(arguments), ""
-        # Positional arguments for ``*args`` are stored in a dict. A tuple would not do: if `in_dims` names dimension 0
-        # for ``*args``, the tree would take the tuple for a list with an entry for each sample.
+        # Positional arguments for ``*args`` are stored in a dict, not in a tuple. The tree takes a tuple for a list
+        # with an entry for each sample if `in_dims` names dimension 0 for it.
         if len(inputs) > len(names):
             self._rest = next((name for name, kind in kinds.items() if kind is Parameter.VAR_POSITIONAL), "inputs")
             self._rest = f"*{self._rest}" if self._rest in kwargs else self._rest

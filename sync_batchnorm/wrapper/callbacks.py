@@ -105,7 +105,7 @@ def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> None:
-    """Raise an error if replicas share a device, and any layer exchanges through a package other than this one.
+    """Raise an error if replicas share a device, and a layer uses the `SyncMaster` of another package.
 
     Replicas on one device run in turns: a replica that waits in a layer lets the next replica run. A layer of another
     package, such as a copy of this one, keeps the turn while it waits, so the replicas that it waits for never run.
