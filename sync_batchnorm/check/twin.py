@@ -266,8 +266,7 @@ class Twin:
 
     @torch.no_grad()
     def move_constants(self, is_moved: bool) -> None:
-        """Perturb parameters whose entries are all equal. A weight of zeros, for example, would hide errors of earlier
-        layers."""
+        """Perturb parameters whose entries are all equal: a weight of zeros would hide errors of earlier layers."""
         for name, parameter in self.module.named_parameters():
             if is_moved and _trains(parameter) and bool(parameter.eq(first := parameter.flatten()[0]).all()):
                 size = (0.1 * first.abs()).clamp(min=0.02) * (0.5 + _numbers_like(parameter, name).abs())

@@ -41,8 +41,7 @@ FUNCTIONS = (
 
 
 def recompute(call: ReplicaCall, saved: Saved | None) -> Tensor:
-    """Recompute a call: normalize the input with the statistics that the call got in the forward pass, and save the
-    tensors again."""
+    """Recompute a call: normalize with the statistics from the forward pass, and save the tensors again."""
     if call.layer.running is not None:
         call.backend.merge(*_find_repeated(call).gathered, call.layer)
     if saved is not None and saved.has_hooks:

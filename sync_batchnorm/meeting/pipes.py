@@ -29,8 +29,7 @@ MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
 
 @dataclass
 class RunningCallback:
-    """The replication callback that is running in this thread, with the forward pass, replica and submodule it runs
-    for."""
+    """The replication callback that runs in this thread: its forward pass, replica and submodule."""
 
     coordinator: Coordinator
     number: int = 0  # the number of the replica
@@ -115,8 +114,7 @@ class SyncMaster(_Member):
         SyncMaster.__init__(self, state["master_callback"])
 
     def reset(self) -> None:
-        """Forget all slaves. Inside a replication callback, exchange with the replicas of the callback's forward pass
-        from now on."""
+        """Forget all slaves. Inside a replication callback, exchange in the callback's forward pass from now on."""
         callback = running_callback.get() or RunningCallback(Coordinator(), name="a SyncMaster of its own")
         self._coordinator, self._rendezvous = callback.coordinator, Rendezvous(callback.name, callback.number)
         self._coordinator.add_replica(callback.number)

@@ -187,8 +187,7 @@ class Arguments:
         return leaf.resolve_dim(self._wrapper.dim, _IN_DIMS)
 
     def _sizes(self) -> list[int]:
-        """Return the number of rows in each chunk. All arguments must give the same numbers; otherwise raise an
-        error."""
+        """Return the number of rows in each chunk. Raise an error if arguments disagree about these numbers."""
         for path, kind in self.tree.unreachable:
             raise self._uncut_error(path, f"a {kind} that holds tensors")
         rows = list(map(self._rows, self.tree.leaves, self.dims))
@@ -209,8 +208,7 @@ class Arguments:
         return chunk_sizes(batch, self._most)
 
     def _rows(self, leaf: Leaf, dim: int | None) -> int | None:
-        """Return the number of rows (of a tensor) or entries (of a list) to split; None if every replica gets the whole
-        leaf."""
+        """Return how many rows or list entries of a leaf to split; None if every replica gets the whole leaf."""
         path, value, named = leaf
         if leaf.splits_by_entry():
             return len(value)
