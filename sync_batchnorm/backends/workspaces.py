@@ -64,7 +64,8 @@ class WorkspacePools(dict[Any, WorkspacePool]):
     """The pools of one owner, such as a wrapper: a `WorkspacePool` for each kind (devices, shape, dtype) of vectors."""
 
 
-# Maps each owner, such as a wrapper, to its workspace pools. The pools live as long as their owner.
+# Maps each owner, such as a wrapper, to its pools of workspaces (reusable memory). The pools live as long as their
+# owner.
 _pools: WeakKeyDictionary[Any, WorkspacePools] = WeakKeyDictionary()
 
 
@@ -83,7 +84,8 @@ class Workspace:
     def stack(self, pairs: Sequence[Pair]) -> Tensor:
         """Copy these pairs of vectors into `rows`, one pair into each row, and return `rows`.
 
-        Also set `halves`: a view ``(R, C)`` of the first vectors of all pairs, and a view of all second vectors.
+        Also set `halves`, two views of `rows`, ``(R, C)`` each. A row of `rows` holds one pair: its first vector is a
+        row of the first view, and its second vector is a row of the second view.
         """
         vectors = [vector for pair in pairs for vector in pair]
         if self.rows is None or len(self.rows) != len(pairs):

@@ -111,7 +111,7 @@ class Operation:
     pairs: "Operation | None" = None
     has_pairs: bool = False  # whether the result is a similarity matrix, with samples in two dimensions
     differs: bool = False  # whether the result differs from the result on one device
-    fits: bool = True  # whether the shape of the result allows a comparison with one device
+    fits: bool = True  # whether the result has a shape that can be compared with the result on one device
 
     def origins(self) -> "list[tuple[Operation | None, Operation | None]]":
         """For each input tensor that differs, return the operations that made it: (in the replica, on one device)."""

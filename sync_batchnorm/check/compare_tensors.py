@@ -265,7 +265,7 @@ def corrected(actual: Tensor, right: Tensor) -> Tensor:
     """
     corrected = right.clone()
     if actual.requires_grad and bool(actual.isfinite().all()):  # inf - inf would be NaN.
-        # `actual` and `right` may be padded to different shapes. Gradients then flow only through entries inside both
-        # shapes.
+        # The two tensors may be padded to different shapes. Then gradients flow only through the entries that both
+        # have.
         corrected[tuple(map(slice, actual.shape))] += (actual - actual.detach())[tuple(map(slice, right.shape))]
     return corrected

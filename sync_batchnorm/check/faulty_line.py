@@ -68,7 +68,7 @@ def line_of_call(check: Check, index: int, key: tuple[str, int], number: int) ->
             return modes[number]
         return None
 
-    if not one.operations:  # For example, a module of torch contains no code of the user.
+    if not one.operations:  # There is no line of the user, for example in a module of torch.
         return f"it begins with {one.caller}" if one.caller else "", None, ""
     text, operation = _search(take, number)
     return text, operation, _cause(check, index, key, operation) if operation else ""

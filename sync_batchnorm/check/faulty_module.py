@@ -103,7 +103,7 @@ class Investigation:
         return in_pass + joined(*texts, most=MOST_WORDS - len(in_pass.split()))
 
     def _of_caller(self, what: str, evidence: Sequence[str]) -> list[str]:
-        """Return the parts of the error message if no module call explains the wrong result."""
+        """Return the sentences of the error message for a wrong result that no module call explains."""
         overridden = self._many.parallel.overridden if self._difference.kind in IN_FORWARD else ()
         note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used" if overridden else ""
         why, line = "" if evidence or (self._hooks and self._difference.name is None) else self._why(), ""
@@ -384,8 +384,8 @@ def _attributes_of(model: nn.Module, module: str) -> dict[str, Any]:
     """
     attributes = dict[str, Any]()
     for name, child in dict(model.named_modules())[module].named_modules(prefix=module):
-        # Leave out running statistics: they follow from the inputs of the layer, and are no state that the user's
-        # `forward` sets.
+        # Leave out running statistics: the layer computes them from its inputs, and the user's `forward` does not set
+        # them.
         left_out = OF_MODULES | {*nn.BatchNorm1d(1)._buffers} if isinstance(child, BatchNormBase) else OF_MODULES
         is_opaque = isinstance(child, (nn.DataParallel, torch.jit.ScriptModule))
         members = {} if is_opaque else {**vars(child), **child._parameters, **child._buffers}
@@ -407,7 +407,7 @@ def _plain(value: Any, depth: int = 4) -> Any:  # The depth is arbitrary.
 def _name_of_call(call: ModuleCall, model: nn.Module) -> str:
     """Return the name and class of a called module, for messages.
 
-    A class is named with its Python module if one of its base classes has the same name.
+    If a class and one of its base classes have the same name, the class is named with its Python module.
     """
     (name, number), cls = call.key, type(model.get_submodule(call.key[0]))
     has_namesake = cls.__name__ in [base.__name__ for base in cls.__mro__[1:]]

@@ -108,7 +108,7 @@ class Turns:
     into the mailbox when its turn begins.
 
     If one replica cannot continue, the coordinator raises an error in all waiting replicas, and drops this `Turns`
-    object. From then on, the replicas run at the same time until they end.
+    object. All replicas that have not ended then run at the same time.
     """
 
     def __init__(self, records: Iterable[Record], begin: Callable[[int], None]) -> None:

@@ -76,8 +76,8 @@ class ForwardPass:
     coordinator: Coordinator
     # A function that raises an error if the replicas cannot run in turns on a shared device.
     check_turns: Callable[[], None] = lambda: None
-    # The modes of the caller's thread, such as autocast, as functions. Each function takes a device, and returns a
-    # context manager that sets one of the modes.
+    # Functions that set the modes of the caller's thread, such as autocast, in another thread. Each function takes a
+    # device, and returns a context manager for one mode.
     modes: Sequence[Callable[[torch.device], AbstractContextManager[Any]]] = ()
     # The `contextvars` context of the caller's thread; None if a single replica runs directly in the caller's thread.
     context: Context | None = None
@@ -423,7 +423,7 @@ _prepared: ContextVar[Sequence["ref[ReplicaRun]"]] = ContextVar("sync_batchnorm_
 def prepared_runs() -> list[ReplicaRun]:
     """Return the `ReplicaRun` objects of the latest call of `replicate` or `parallel_apply` in this context.
 
-    If the forward pass of these runs is over, return an empty list.
+    Return an empty list if the forward pass of the latest call is over.
     """
     runs = [run for reference in _prepared.get() if (run := reference()) is not None]
     return [run for run in runs if not run.forward_pass.coordinator.is_over]
